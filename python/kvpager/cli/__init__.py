@@ -1,0 +1,46 @@
+"""The command line: one file a command, each with a `register(app)` that adds it.
+
+Exit codes: 0 done, 1 a check failed, 2 wrong usage or input (one clear line on stderr).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+
+from kvpager.errors import KvPagerError
+
+__all__ = ["app", "main"]
+
+COMMANDS = ()
+"""Modules of this package, in the order that `--help` lists them. They import what is heavy inside the call."""
+
+app = typer.Typer(
+    name="kvpager",
+    help="The memory side of an LLM inference server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps `kvpager COMMAND` a group even while it has one command."""
+
+
+for _name in COMMANDS:
+    importlib.import_module(f"kvpager.cli.{_name}").register(app)
+
+
+def main() -> None:
+    """Runs the command line; bad input is one line on stderr and exit code 2, never a traceback."""
+    try:
+        app()
+    except KvPagerError as error:
+        print(f"kvpager: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.exit(141)

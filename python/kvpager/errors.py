@@ -1,0 +1,103 @@
+"""The exceptions of kvpager: one base, one subclass for each way a caller can react.
+
+A call that raises one of these changed nothing. The texts carry the numbers; the classes that a program
+reacts to carry them as attributes too.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "InvalidArgumentError",
+    "InvalidHandleError",
+    "KvPagerError",
+    "MissingDependencyError",
+    "NeedsReclaimError",
+    "OutOfBlocksError",
+    "OverQuotaError",
+    "RefusedError",
+    "WrongStateError",
+]
+
+
+class KvPagerError(Exception):
+    """Base of everything that kvpager raises on purpose."""
+
+
+class OutOfBlocksError(KvPagerError):
+    """The pool's capacity is in use or promised: wait, or ask for less.
+
+    Attributes:
+        needed: blocks asked for.
+        available: blocks that were neither held, reserved nor quarantined.
+        capacity: blocks of the pool.
+    """
+
+    def __init__(self, text: str, needed: int = 0, available: int = 0, capacity: int = 0) -> None:
+        super().__init__(text)
+        self.needed = needed
+        self.available = available
+        self.capacity = capacity
+
+
+class OverQuotaError(KvPagerError):
+    """The account's own limit is reached: wait, or ask for less.
+
+    Attributes:
+        account: the account's number.
+        needed: blocks asked for.
+        available: what is left under the limit.
+        limit: the account's limit in blocks.
+    """
+
+    def __init__(
+        self, text: str, account: int = 0, needed: int = 0, available: int = 0, limit: int = 0
+    ) -> None:
+        super().__init__(text)
+        self.account = account
+        self.needed = needed
+        self.available = available
+        self.limit = limit
+
+
+class NeedsReclaimError(KvPagerError):
+    """The capacity is there, but cached blocks must be evicted first.
+
+    Attributes:
+        needed: free blocks needed.
+        free: blocks in no use at all.
+        cached: blocks that eviction could free.
+    """
+
+    def __init__(self, text: str, needed: int = 0, free: int = 0, cached: int = 0) -> None:
+        super().__init__(text)
+        self.needed = needed
+        self.free = free
+        self.cached = cached
+
+
+class InvalidHandleError(KvPagerError, ValueError):
+    """A handle that does not name a block its caller holds: released twice, stale or foreign. A bug."""
+
+
+class InvalidArgumentError(KvPagerError, ValueError):
+    """A value outside its range, a wrong shape or dtype, or input that cannot be read."""
+
+
+class RefusedError(KvPagerError):
+    """A request was not accepted.
+
+    Attributes:
+        retryable: whether the same request may be accepted later.
+    """
+
+    def __init__(self, text: str, retryable: bool = False) -> None:
+        super().__init__(text)
+        self.retryable = retryable
+
+
+class WrongStateError(KvPagerError, RuntimeError):
+    """The call is not allowed now: another thread is in it, a step is open, or the object has ended."""
+
+
+class MissingDependencyError(KvPagerError, ImportError):
+    """An optional package is needed for this call; the text has the install command."""

@@ -1,0 +1,1 @@
+//! Paged attention, KV append and block copies on host memory.

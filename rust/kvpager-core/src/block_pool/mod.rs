@@ -1,0 +1,1 @@
+//! Block states, reference counts, generations, reservations and quotas; lock-free.

@@ -1,0 +1,1 @@
+//! Block tables: one arena of rows with stable addresses.

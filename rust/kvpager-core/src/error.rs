@@ -1,0 +1,100 @@
+//! The one error type of the crate. Variants are the caller's possible reactions; each carries its numbers.
+
+use crate::ids::{AccountId, BlockId};
+
+/// Result of the crate's fallible calls.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What is wrong with a block handle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HandleFault {
+    /// The id is not one of the pool's.
+    NeverIssued,
+    /// The block was released since the handle was made.
+    Stale,
+    /// The call would take more references away than the caller can hold.
+    OverRelease,
+    /// The block is shared or indexed where an exclusively held one is needed, or the other way round.
+    WrongState,
+}
+
+impl std::fmt::Display for HandleFault {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::NeverIssued => "was never issued by this pool",
+            Self::Stale => "is stale: the block was released since",
+            Self::OverRelease => "would be released more often than it is held",
+            Self::WrongState => "is in a state that this call does not accept",
+        })
+    }
+}
+
+/// Why a call was refused. A refused call changed nothing.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// Wait, or ask for less: the pool's capacity is promised or in use.
+    #[error("{needed} blocks needed, {available} of {capacity} uncommitted")]
+    OutOfBlocks {
+        /// Blocks asked for.
+        needed: u64,
+        /// Blocks that were neither held, reserved nor quarantined.
+        available: u64,
+        /// Blocks of the pool.
+        capacity: u64,
+    },
+    /// Wait, or ask for less: the account's own limit.
+    #[error("{needed} blocks needed, account {account} may take {available} more of its limit of {limit}")]
+    OverQuota {
+        /// The account that asked.
+        account: AccountId,
+        /// Blocks asked for.
+        needed: u64,
+        /// What is left under the limit.
+        available: u64,
+        /// The account's limit.
+        limit: u64,
+    },
+    /// Evict cached blocks, then try again: the capacity is granted, but too few blocks are free.
+    #[error("{needed} free blocks needed, {free} free and {cached} cached: evict cached blocks first")]
+    NeedsReclaim {
+        /// Blocks asked for.
+        needed: u64,
+        /// Blocks in no use at all.
+        free: u64,
+        /// Blocks that eviction could free.
+        cached: u64,
+    },
+    /// A bug in the caller: a handle that does not name a block it holds.
+    #[error("handle of block {id} (generation {generation}) {fault}; the block is at generation {current}")]
+    InvalidHandle {
+        /// The block named.
+        id: BlockId,
+        /// The handle's generation.
+        generation: u32,
+        /// The block's generation now.
+        current: u32,
+        /// What is wrong.
+        fault: HandleFault,
+    },
+    /// A bug in the caller, or bad input: a value outside its range. The text has the numbers.
+    #[error("{0}")]
+    InvalidArgument(String),
+    /// A request that was not accepted; resubmitting it as it is cannot help, unless `retryable`.
+    #[error("refused: {reason}")]
+    Refused {
+        /// One sentence with the numbers.
+        reason: String,
+        /// Whether the same request may be accepted later.
+        retryable: bool,
+    },
+    /// The call is not allowed now: another thread is in the scheduler, a step is open, the id is unknown.
+    #[error("{0}")]
+    WrongState(String),
+}
+
+impl Error {
+    /// An [`Error::InvalidArgument`] from anything that prints.
+    pub fn invalid(text: impl Into<String>) -> Self {
+        Self::InvalidArgument(text.into())
+    }
+}

@@ -1,0 +1,1 @@
+//! KV bytes per token of a real model config, and device bytes to blocks.

@@ -1,0 +1,1 @@
+//! Radix tree over token ids in whole blocks, one root per namespace.

@@ -1,0 +1,1 @@
+//! Request state, admission and batches.

@@ -1,0 +1,63 @@
+//! Arrays across the boundary: integer buffers in, views over Rust-owned memory out.
+
+use crate::error::invalid;
+use pyo3::buffer::{Element, ElementType, PyBuffer, PyUntypedBuffer};
+use pyo3::prelude::*;
+
+/// Reads a one-dimensional buffer of any integer dtype (or a sequence of ints) into `T`, checking the range.
+///
+/// `name` is the argument's name, for the error. Booleans and floats are refused.
+pub(crate) fn read_ints<T>(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<T>>
+where
+    T: Element + TryFrom<i128>,
+{
+    let Ok(buffer) = PyUntypedBuffer::get(object) else {
+        return read_sequence(object, name);
+    };
+    if buffer.dimensions() != 1 {
+        return Err(invalid(format!("{name} must have 1 dimension, has {}", buffer.dimensions())));
+    }
+    let py = object.py();
+    if let Ok(typed) = buffer.as_typed::<T>() {
+        return typed.to_vec(py);
+    }
+    let element = ElementType::from_format(buffer.format());
+    match (element, buffer.item_size()) {
+        (ElementType::SignedInteger { .. }, 1) => convert::<i8, T>(py, buffer, name),
+        (ElementType::SignedInteger { .. }, 2) => convert::<i16, T>(py, buffer, name),
+        (ElementType::SignedInteger { .. }, 4) => convert::<i32, T>(py, buffer, name),
+        (ElementType::SignedInteger { .. }, 8) => convert::<i64, T>(py, buffer, name),
+        (ElementType::UnsignedInteger { .. }, 1) => convert::<u8, T>(py, buffer, name),
+        (ElementType::UnsignedInteger { .. }, 2) => convert::<u16, T>(py, buffer, name),
+        (ElementType::UnsignedInteger { .. }, 4) => convert::<u32, T>(py, buffer, name),
+        (ElementType::UnsignedInteger { .. }, 8) => convert::<u64, T>(py, buffer, name),
+        _ => Err(invalid(format!("{name} must hold integers, has format {:?}", buffer.format()))),
+    }
+}
+
+fn convert<S, T>(py: Python<'_>, buffer: PyUntypedBuffer, name: &str) -> PyResult<Vec<T>>
+where
+    S: Element + Into<i128>,
+    T: TryFrom<i128>,
+{
+    let typed: PyBuffer<S> = buffer.into_typed()?;
+    checked(typed.to_vec(py)?.into_iter().map(Into::into), name)
+}
+
+fn read_sequence<T: TryFrom<i128>>(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<T>> {
+    let values: Vec<i64> = object
+        .extract()
+        .map_err(|_| invalid(format!("{name} must be an integer array or a sequence of ints")))?;
+    checked(values.into_iter().map(i128::from), name)
+}
+
+fn checked<T: TryFrom<i128>>(values: impl Iterator<Item = i128>, name: &str) -> PyResult<Vec<T>> {
+    values
+        .enumerate()
+        .map(|(i, value)| {
+            T::try_from(value).map_err(|_| {
+                invalid(format!("{name}[{i}] is {value}, outside {}", std::any::type_name::<T>()))
+            })
+        })
+        .collect()
+}

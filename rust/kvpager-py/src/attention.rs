@@ -1,0 +1,7 @@
+//! Bindings of `kvpager_core::attention`.
+
+use pyo3::prelude::*;
+
+pub(crate) fn register(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+    Ok(())
+}

@@ -1,0 +1,22 @@
+//! `kvpager._core`: converts, releases the interpreter, maps errors, decides nothing.
+
+use pyo3::prelude::*;
+
+mod arrays;
+mod attention;
+mod block_pool;
+mod error;
+mod geometry;
+mod prefix_index;
+mod scheduler;
+
+/// The compiled core of kvpager.
+#[pymodule(gil_used = false)]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    geometry::register(module)?;
+    block_pool::register(module)?;
+    prefix_index::register(module)?;
+    scheduler::register(module)?;
+    attention::register(module)
+}
