@@ -13,6 +13,7 @@ pub mod geometry;
 pub mod ids;
 pub mod prefix_index;
 pub mod scheduler;
+pub mod split_plan;
 pub mod sync;
 
 pub use error::{Error, HandleFault, Result};

@@ -9,6 +9,7 @@ mod error;
 mod geometry;
 mod prefix_index;
 mod scheduler;
+mod split_plan;
 
 /// The compiled core of kvpager.
 #[pymodule(gil_used = false)]
@@ -18,5 +19,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     block_pool::register(module)?;
     prefix_index::register(module)?;
     scheduler::register(module)?;
+    split_plan::register(module)?;
     attention::register(module)
 }

@@ -1,0 +1,186 @@
+"""Which kernels exist: every instantiation that is compiled, and which one serves a call.
+
+The list is closed: what maps to none of them is refused at the call. Block size, window, soft cap, ALiBi,
+sinks, strides and the query's dtype (on CUDA cores) are run-time values and cost no instantiation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpager.errors import InvalidArgumentError
+
+__all__ = [
+    "DTYPE_CODES",
+    "HEAD_DIMS",
+    "KV_TYPES",
+    "AttentionKernel",
+    "Instantiation",
+    "KernelClass",
+    "all_instantiations",
+    "append_kernel",
+    "choose_attention",
+    "decode_kernel",
+    "merge_splits_kernel",
+    "prefill_kernel",
+    "word_type",
+]
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+"""Head sizes with kernels."""
+
+KV_TYPES = {
+    "float32": "float",
+    "float16": "__half",
+    "bfloat16": "__nv_bfloat16",
+    "float8_e4m3": "kvpager::e4m3",
+    "float8_e5m2": "kvpager::e5m2",
+    "int8": "signed char",
+}
+"""Dtype of a cache to its C++ type."""
+
+DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
+"""Dtypes of queries, outputs, new keys and values, as the kernels number them."""
+
+WORD_TYPES = {16: "uint4", 4: "unsigned", 1: "unsigned char"}
+"""Bytes moved at a time by the block copies, to C++ type."""
+
+_DECODE_ROWS = {
+    "float32": (1, 4, 8),
+    "float16": (1, 4),
+    "bfloat16": (1, 4),
+    "float8_e4m3": (1, 4),
+    "float8_e5m2": (4,),
+    "int8": (4,),
+}
+_WIDE = ("float16", "bfloat16")
+_EIGHT_BIT = ("float8_e4m3", "float8_e5m2", "int8")
+ANY_ROWS = 2**32 - 1
+MLA_LATENT_DIM = 512
+MLA_ROPE_DIM = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Instantiation:
+    """One compiled kernel: the source `cuda/<kernel>.cu` and the C++ name expression in it."""
+
+    kernel: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernel:
+    """An attention kernel with the launch shape that its template fixes.
+
+    Attributes:
+        instantiation: what to launch.
+        tile_rows: query rows, (token, head of the group) pairs, of one work item.
+        threads: threads of a block.
+        shared_bytes: dynamic shared memory of a block; does not depend on the context length.
+    """
+
+    instantiation: Instantiation
+    tile_rows: int
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelClass:
+    """A kernel and the sequences that it serves: those with `rows_above < rows <= rows_up_to` query rows."""
+
+    kernel: AttentionKernel
+    rows_above: int
+    rows_up_to: int
+
+
+def decode_kernel(kv_dtype: str, head_dim: int, rows: int) -> AttentionKernel:
+    """The CUDA-core kernel for `rows` query rows a block."""
+    name = f"kvpager::paged_decode<{KV_TYPES[kv_dtype]},{head_dim},{rows}>"
+    shared = 4 * rows * (head_dim + 2) * 4
+    return AttentionKernel(Instantiation("paged_decode", name), rows, 128, shared)
+
+
+def prefill_kernel(kv_dtype: str, query_dtype: str, head_dim: int, row_warps: int) -> AttentionKernel:
+    """The tensor-core kernel for tiles of `16 * row_warps` query rows; the other warps split KV."""
+    kv_warps = 1 if row_warps > 1 else (4 if head_dim <= 128 else 2)
+    tokens = (32 if row_warps > 1 and head_dim <= 128 else 16) * kv_warps
+    name = (
+        f"kvpager::paged_prefill<{KV_TYPES[kv_dtype]},{KV_TYPES[query_dtype]},"
+        f"{head_dim},{row_warps},{kv_warps}>"
+    )
+    stages = 2 * 2 * tokens * (head_dim + 8) * 2
+    queries = 16 * row_warps * (head_dim + 8) * 2 if head_dim > 128 else 0
+    parts = 16 * row_warps * kv_warps * (head_dim + 2) * 4
+    scales = 2 * 2 * tokens * 4 if kv_dtype == "int8" else 0
+    threads = 32 * row_warps * kv_warps
+    return AttentionKernel(
+        Instantiation("paged_prefill", name), 16 * row_warps, threads, max(stages + queries + scales, parts)
+    )
+
+
+def append_kernel(kv_dtype: str) -> Instantiation:
+    """The kernel that writes new keys and values into a cache of this dtype."""
+    return Instantiation("append_kv", f"kvpager::append_kv<{KV_TYPES[kv_dtype]}>")
+
+
+def merge_splits_kernel(kv_dtype: str) -> Instantiation:
+    """The kernel that joins split work: one for caches with a scale a head, one for all others."""
+    scaled = kv_dtype.startswith("float8")
+    return Instantiation("merge_splits", f"kvpager::merge_splits<{'kvpager::e4m3' if scaled else 'float'}>")
+
+
+def word_type(*byte_counts: int) -> tuple[int, str]:
+    """The widest word that divides all of these byte counts, as (bytes, C++ type)."""
+    for size, name in WORD_TYPES.items():
+        if all(count % size == 0 for count in byte_counts):
+            return size, name
+    return 1, WORD_TYPES[1]
+
+
+def all_instantiations() -> list[Instantiation]:
+    """Everything that `compile_all` compiles, in a fixed order."""
+    found = [append_kernel(kv) for kv in KV_TYPES]
+    found += [Instantiation("copy_blocks", f"kvpager::copy_blocks<{word}>") for word in WORD_TYPES.values()]
+    found += [Instantiation("zero_blocks", f"kvpager::zero_blocks<{word}>") for word in WORD_TYPES.values()]
+    found += [merge_splits_kernel("float32"), merge_splits_kernel("float8_e4m3")]
+    found += [Instantiation("merge_states", "kvpager::merge_states")]
+    found += [Instantiation("apply_deltas", "kvpager::apply_deltas")]
+    for kv, rows in _DECODE_ROWS.items():
+        found += [decode_kernel(kv, dim, count).instantiation for dim in HEAD_DIMS for count in rows]
+    return found
+
+
+def _refuse(kind: str, value: object, known: object) -> InvalidArgumentError:
+    return InvalidArgumentError(f"no kernel for {kind} {value}; there are {', '.join(map(str, known))}")  # type: ignore[call-overload]
+
+
+def choose_attention(
+    *, kv_dtype: str, query_dtype: str, head_dim: int, group: int
+) -> tuple[KernelClass, ...]:
+    """The kernels that together serve a ragged batch, by how many query rows a sequence has.
+
+    Args:
+        kv_dtype: dtype of the cache.
+        query_dtype: dtype of queries and output.
+        head_dim: size of a head.
+        group: query heads of one KV head.
+
+    Returns:
+        Classes in order of rows, covering every count once.
+
+    Raises:
+        InvalidArgumentError: No kernel serves this combination.
+    """
+    if kv_dtype not in KV_TYPES:
+        raise _refuse("a cache of", kv_dtype, KV_TYPES)
+    if query_dtype not in DTYPE_CODES:
+        raise _refuse("queries of", query_dtype, DTYPE_CODES)
+    if head_dim not in HEAD_DIMS:
+        raise _refuse("head_dim", head_dim, HEAD_DIMS)
+    rows = _DECODE_ROWS[kv_dtype]
+    few = decode_kernel(kv_dtype, head_dim, next((r for r in rows if r >= group), rows[-1]))
+    many = decode_kernel(kv_dtype, head_dim, rows[-1])
+    if few == many:
+        return (KernelClass(few, 0, ANY_ROWS),)
+    return (KernelClass(few, 0, few.tile_rows), KernelClass(many, few.tile_rows, ANY_ROWS))

@@ -1,0 +1,138 @@
+"""The split plan of a batch on the host: made in Rust from lengths, copied to where kernels read it.
+
+One `HostPlan` is the work of one kernel class. Room and launch grids follow from the bounds that a plan was
+made for, not from the lengths of a step, so a captured launch stays valid while the contents change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager import _core
+from kvpager.attention._launch import PlanView
+from kvpager.attention._manifest import AttentionKernel, KernelClass
+
+__all__ = ["HostPlan", "PlanRoom", "plan_class", "plan_room"]
+
+MIN_CHUNK = 256
+"""Positions below which a chunk is not worth a thread block of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRoom:
+    """How much one kernel class of a plan can hold."""
+
+    work: int
+    merges: int
+    partials: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """One kernel class of a plan on the host: counts [2], work [work, 8], merges [merges, 4], all int32."""
+
+    counts: npt.NDArray[np.int32]
+    work: npt.NDArray[np.int32]
+    merges: npt.NDArray[np.int32]
+
+
+def plan_room(
+    kernel: AttentionKernel,
+    *,
+    max_sequences: int,
+    max_tokens: int,
+    group: int,
+    num_kv_heads: int,
+    target_blocks: int,
+    max_positions: int | None = None,
+) -> PlanRoom:
+    """Room for any batch of these bounds.
+
+    Args:
+        kernel: the class's kernel.
+        max_sequences: most sequences of a batch.
+        max_tokens: most query tokens of a batch.
+        group: query heads of one KV head.
+        num_kv_heads: KV heads.
+        target_blocks: thread blocks that fill the device.
+        max_positions: longest context; when no chunk can be cut from it, no room for merges is kept.
+
+    Returns:
+        Numbers of items.
+    """
+    rows = max_tokens * group
+    tiles = rows // kernel.tile_rows + min(max_sequences, rows)
+    cuts = max(1, target_blocks // num_kv_heads)
+    if max_positions is not None and max_positions <= MIN_CHUNK:
+        cuts = 0
+    # A cut tile has at least two parts, so both lists are bounded by the cuts.
+    return PlanRoom(work=tiles + cuts, merges=min(tiles, cuts), partials=2 * cuts if cuts else 0)
+
+
+def plan_class(
+    query_start: npt.NDArray[np.int32],
+    context_lens: npt.NDArray[np.int32],
+    kernel_class: KernelClass,
+    *,
+    group: int,
+    num_kv_heads: int,
+    window: int | None,
+    causal: bool,
+    target_blocks: int,
+    room: PlanRoom,
+    min_chunk: int = MIN_CHUNK,
+    allocate: Callable[..., Any] = np.zeros,
+) -> HostPlan:
+    """Plans the sequences of one kernel class.
+
+    Args:
+        query_start: int32 [num_sequences + 1], on the host.
+        context_lens: int32 [num_sequences], on the host.
+        kernel_class: the kernel, and the row counts that it serves.
+        group: query heads of one KV head.
+        num_kv_heads: KV heads.
+        window: positions a row sees, its own included; None: all.
+        causal: whether a row sees only positions up to its own.
+        target_blocks: thread blocks that fill the device.
+        room: what the arrays hold.
+        min_chunk: shortest chunk.
+        allocate: makes the host arrays, e.g. in pinned memory; called with a shape and a dtype.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InvalidArgumentError: The arrays do not fit each other, or the plan needs more room.
+    """
+    counts = allocate(2, np.int32)
+    work = allocate((room.work, 8), np.int32)
+    merges = allocate((room.merges, 4), np.int32)
+    num_work, num_merges, _ = _core._split_plan(
+        query_start,
+        context_lens,
+        work.reshape(-1),
+        merges.reshape(-1),
+        group=group,
+        tile_rows=kernel_class.kernel.tile_rows,
+        num_kv_heads=num_kv_heads,
+        window=window or 0,
+        causal=causal,
+        rows_above=kernel_class.rows_above,
+        rows_up_to=kernel_class.rows_up_to,
+        target_blocks=target_blocks,
+        min_chunk=min_chunk,
+    )
+    counts[:] = (num_work, num_merges)
+    return HostPlan(counts, work, merges)
+
+
+def view_of(
+    counts: int, work: int, merges: int, room: PlanRoom, partial_out: int, partial_lse: int
+) -> PlanView:
+    """A plan's addresses with its room."""
+    return PlanView(counts, work, merges, room.work, room.merges, partial_out, partial_lse)
