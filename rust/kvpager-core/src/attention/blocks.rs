@@ -1,0 +1,132 @@
+//! Whole blocks: copy on write, zeroing, and batched gathers and scatters for swapping.
+
+use super::Tensor;
+use crate::{Error, Result};
+
+/// Checks that ids are blocks of an array.
+fn check_ids(name: &str, ids: &[i32], num_blocks: usize) -> Result<()> {
+    for (index, &id) in ids.iter().enumerate() {
+        if usize::try_from(id).map_or(true, |id| id >= num_blocks) {
+            return Err(Error::invalid(format!("{name}[{index}] is {id}, outside 0..{num_blocks}")));
+        }
+    }
+    Ok(())
+}
+
+/// Checks that no id is named twice.
+fn check_distinct(name: &str, ids: &[i32]) -> Result<()> {
+    let mut sorted = ids.to_vec();
+    sorted.sort_unstable();
+    match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(Error::invalid(format!("{name} names block {} twice as a destination", pair[0]))),
+        None => Ok(()),
+    }
+}
+
+/// Copies block `from` to block `to` for each pair, in each of the arrays (`[num_blocks, ...]`).
+///
+/// # Errors
+/// `InvalidArgument` for an id outside an array, a destination named twice, or a destination that is also a
+/// source; nothing is copied then.
+pub fn copy_blocks(arrays: &[(&str, Tensor<4>)], pairs: &[[i32; 2]]) -> Result<()> {
+    let (from, to): (Vec<i32>, Vec<i32>) = pairs.iter().map(|pair| (pair[0], pair[1])).unzip();
+    check_distinct("block_copies", &to)?;
+    let mut sources = from.clone();
+    sources.sort_unstable();
+    if let Some(id) = to.iter().find(|id| sources.binary_search(id).is_ok()) {
+        return Err(Error::invalid(format!("block_copies has block {id} as a source and a destination")));
+    }
+    for (name, array) in arrays {
+        array.require_writable(name)?;
+        check_ids("block_copies", &from, array.shape()[0])?;
+        check_ids("block_copies", &to, array.shape()[0])?;
+    }
+    for (_, array) in arrays {
+        for (&source, &target) in from.iter().zip(&to) {
+            copy_block(array, source as usize, array, target as usize);
+        }
+    }
+    Ok(())
+}
+
+/// Writes zero bytes to the blocks. A block may be named twice.
+///
+/// # Errors
+/// `InvalidArgument` for an id outside the array; nothing is written then.
+pub fn zero_blocks(cache: &Tensor<4>, ids: &[i32]) -> Result<()> {
+    cache.require_writable("cache")?;
+    check_ids("block_ids", ids, cache.shape()[0])?;
+    let [_, rows, columns, depth] = cache.shape();
+    let size = cache.dtype().size();
+    for &id in ids {
+        for (row, column) in product(rows, columns) {
+            let target = cache.at([id as usize, row, column, 0]);
+            for index in 0..depth as isize {
+                let element = target.wrapping_offset(index * cache.strides()[3]);
+                // SAFETY: an element of the array: id, row, column and index are inside its shape.
+                unsafe { element.write_bytes(0, size) };
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Copies block `ids[i]` of `cache` to `out[i]`.
+///
+/// # Errors
+/// `InvalidArgument` for an id outside the array, or an `out` of another shape or dtype.
+pub fn gather_blocks(cache: &Tensor<4>, ids: &[i32], out: &Tensor<4>) -> Result<()> {
+    check_staging(cache, ids, out, "out")?;
+    out.require_writable("out")?;
+    for (index, &id) in ids.iter().enumerate() {
+        copy_block(cache, id as usize, out, index);
+    }
+    Ok(())
+}
+
+/// Copies `values[i]` to block `ids[i]` of `cache`.
+///
+/// # Errors
+/// `InvalidArgument` for an id outside the array or named twice, or `values` of another shape or dtype.
+pub fn scatter_blocks(cache: &Tensor<4>, ids: &[i32], values: &Tensor<4>) -> Result<()> {
+    check_staging(cache, ids, values, "values")?;
+    cache.require_writable("cache")?;
+    check_distinct("block_ids", ids)?;
+    for (index, &id) in ids.iter().enumerate() {
+        copy_block(values, index, cache, id as usize);
+    }
+    Ok(())
+}
+
+fn check_staging(cache: &Tensor<4>, ids: &[i32], other: &Tensor<4>, name: &str) -> Result<()> {
+    let [num_blocks, rows, columns, depth] = cache.shape();
+    check_ids("block_ids", ids, num_blocks)?;
+    other.require_dtype(name, &[cache.dtype()])?;
+    other.require_shape(name, [ids.len(), rows, columns, depth])
+}
+
+fn product(rows: usize, columns: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..rows).flat_map(move |row| (0..columns).map(move |column| (row, column)))
+}
+
+/// Copies one block between arrays whose shapes past the first axis and dtypes are equal.
+fn copy_block(from: &Tensor<4>, source: usize, to: &Tensor<4>, target: usize) {
+    let [_, rows, columns, depth] = from.shape();
+    let size = from.dtype().size();
+    let dense = from.has_dense_rows() && to.has_dense_rows();
+    for (row, column) in product(rows, columns) {
+        let (read, write) = (from.at([source, row, column, 0]), to.at([target, row, column, 0]));
+        // SAFETY: elements of the arrays (indices are inside both shapes); the two blocks are different ones,
+        // or lie in different arrays.
+        unsafe {
+            if dense {
+                read.copy_to_nonoverlapping(write, depth * size);
+                continue;
+            }
+            for index in 0..depth as isize {
+                let read = read.wrapping_offset(index * from.strides()[3]);
+                read.copy_to_nonoverlapping(write.wrapping_offset(index * to.strides()[3]), size);
+            }
+        }
+    }
+}

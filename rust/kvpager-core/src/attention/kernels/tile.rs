@@ -1,0 +1,379 @@
+//! Online softmax attention over one tile, the text that every instruction set shares.
+//!
+//! The including file defines `V`, `LANES` and, each with the same target features: `zero`, `splat`, `load`,
+//! `store`, `fma` (`a * b + c`), `neg_fma` (`c - a * b`), `add`, `mul`, `div`, `vmax` (NaN of the second operand
+//! wins), `round`, `pow2` (2^x of a whole x), `lane_numbers`, `keep_between(v, x, low, high)` (`v` where
+//! `low <= x < high`, else -inf), `zero_below(v, x, low)` (0 where `x < low`), `pick_below(x, limit, a, b)`,
+//! `reduce` (lane i of the result is the sum of vector i), `sum`, `maximum`, `load_f16`, `load_bf16`,
+//! `prefetch`.
+//!
+//! Memory: the scores of one tile (`rows x TILE`), the accumulators in registers in blocks of `R` rows and `C`
+//! vectors. Each row's arithmetic is the same whatever rows share its tile, so results do not depend on how a
+//! batch was put together.
+
+/// Instantiates the tile kernels with the given target features.
+macro_rules! tile_kernels {
+    ($features:literal) => {
+        use crate::attention::kernels::{TILE, Tile};
+
+        const STORED_F32: u8 = 0;
+        const STORED_F16: u8 = 1;
+        const STORED_BF16: u8 = 2;
+
+        /// `LANES` elements of a stored row from element `index` on.
+        ///
+        /// # Safety
+        /// They are readable.
+        #[inline]
+        #[target_feature(enable = $features)]
+        unsafe fn load_stored<const KIND: u8>(row: *const u8, index: usize) -> V {
+            // SAFETY: readable by the caller's promise.
+            unsafe {
+                match KIND {
+                    STORED_F32 => load(row.cast::<f32>().add(index)),
+                    STORED_F16 => load_f16(row.cast::<u16>().add(index)),
+                    _ => load_bf16(row.cast::<u16>().add(index)),
+                }
+            }
+        }
+
+        const fn stored_size(kind: u8) -> usize {
+            if kind == STORED_F32 { 4 } else { 2 }
+        }
+
+        /// Fetches a row of `bytes` bytes.
+        #[inline]
+        #[target_feature(enable = $features)]
+        fn prefetch_row(row: *const u8, bytes: usize) {
+            let mut at = 0;
+            while at < bytes {
+                prefetch(row.wrapping_add(at));
+                at += 64;
+            }
+        }
+
+        /// e^x for x <= 0, within 2 ulp; 0 below -87.3, NaN for NaN.
+        #[inline]
+        #[target_feature(enable = $features)]
+        fn exp_negative(x: V) -> V {
+            let lowest = splat(-87.3);
+            let y = vmax(lowest, x);
+            let n = round(mul(y, splat(std::f32::consts::LOG2_E)));
+            let r = neg_fma(n, splat(0.693_359_4), y);
+            let r = neg_fma(n, splat(-2.121_944_4e-4), r);
+            let p = splat(1.987_569_1e-4);
+            let p = fma(p, r, splat(1.398_199_9e-3));
+            let p = fma(p, r, splat(8.333_452e-3));
+            let p = fma(p, r, splat(4.166_579_6e-2));
+            let p = fma(p, r, splat(1.666_666_5e-1));
+            let p = fma(p, r, splat(5e-1));
+            let p = add(fma(p, mul(r, r), r), splat(1.0));
+            zero_below(mul(p, pow2(n)), x, lowest)
+        }
+
+        /// tanh(x) within 2 ulp.
+        #[inline]
+        #[target_feature(enable = $features)]
+        fn tanh(x: V) -> V {
+            let magnitude = vmax(x, neg_fma(x, splat(1.0), zero()));
+            let z = mul(x, x);
+            let p = splat(-5.704_988_7e-3);
+            let p = fma(p, z, splat(2.063_908_8e-2));
+            let p = fma(p, z, splat(-5.373_971_5e-2));
+            let p = fma(p, z, splat(1.333_144_2e-1));
+            let p = fma(p, z, splat(-3.333_328e-1));
+            let near = fma(mul(p, z), x, x);
+            // 1 - 2 e / (1 + e) with e = exp(-2 |x|), then the sign of x.
+            let e = exp_negative(mul(magnitude, splat(-2.0)));
+            let far = neg_fma(splat(2.0), div(e, add(e, splat(1.0))), splat(1.0));
+            let negative = neg_fma(far, splat(1.0), zero());
+            let far = pick_below(x, splat(0.0), negative, far);
+            pick_below(magnitude, splat(0.625), near, far)
+        }
+
+        /// Scores of `R` rows and `T` keys, `R * T == LANES`.
+        ///
+        /// # Safety
+        /// `tile` is as its type says; `row + R <= num_rows` and `key + T <= TILE`.
+        #[inline]
+        #[target_feature(enable = $features)]
+        unsafe fn score_block<const KIND: u8, const R: usize, const T: usize>(
+            tile: &Tile,
+            row: usize,
+            key: usize,
+        ) {
+            let mut acc = [zero(); LANES];
+            let mut rows = [std::ptr::null::<u8>(); T];
+            // SAFETY: the pointers and rows are inside their arrays by the caller's promise.
+            unsafe {
+                for t in 0..T {
+                    rows[t] = (*tile.keys.add(key + t)).wrapping_offset(tile.key_offset);
+                }
+                let query = tile.query.add(row * tile.key_dim);
+                let mut d = 0;
+                while d < tile.key_dim {
+                    let mut k = [zero(); T];
+                    for t in 0..T {
+                        k[t] = load_stored::<KIND>(rows[t], d);
+                    }
+                    for r in 0..R {
+                        let q = load(query.add(r * tile.key_dim + d));
+                        for t in 0..T {
+                            acc[r * T + t] = fma(q, k[t], acc[r * T + t]);
+                        }
+                    }
+                    d += LANES;
+                }
+                let mut sums = [0.0f32; LANES];
+                store(sums.as_mut_ptr(), reduce(acc));
+                for r in 0..R {
+                    let target = tile.scores.add((row + r) * TILE + key);
+                    sums.as_ptr().add(r * T).copy_to_nonoverlapping(target, T);
+                }
+            }
+        }
+
+        /// Scores of `R` rows and all keys of the tile, the last block padded by repeated keys. Fetches the next
+        /// keys where `row` is 0.
+        ///
+        /// # Safety
+        /// As for `score_block`.
+        #[inline]
+        #[target_feature(enable = $features)]
+        unsafe fn score_rows<const KIND: u8, const R: usize, const T: usize>(tile: &Tile, row: usize) {
+            let fetch = row == 0 && !tile.next_keys.is_null();
+            let bytes = tile.key_dim * stored_size(KIND);
+            let mut key = 0;
+            while key < tile.num_keys {
+                // SAFETY: `T` divides `TILE`, so `key + T <= TILE`; `next_keys` has `TILE` entries.
+                unsafe {
+                    if fetch {
+                        for t in 0..T {
+                            let next = *tile.next_keys.add(key + t);
+                            prefetch_row(next.wrapping_offset(tile.next_key_offset), bytes);
+                        }
+                    }
+                    score_block::<KIND, R, T>(tile, row, key);
+                }
+                key += T;
+            }
+        }
+
+        /// Cap, ALiBi and mask on `LANES` scores of a row, from key `t` of the tile on.
+        #[inline]
+        #[target_feature(enable = $features)]
+        fn adjust(tile: &Tile, scores: V, t: usize, span: [u32; 2], slope: f32, distance: f32) -> V {
+            let mut x = scores;
+            if tile.softcap > 0.0 {
+                x = mul(tanh(div(x, splat(tile.softcap))), splat(tile.softcap));
+            }
+            let number = add(lane_numbers(), splat(t as f32));
+            if tile.has_slopes {
+                x = fma(splat(slope), add(number, splat(distance)), x);
+            }
+            keep_between(x, number, splat(span[0] as f32), splat(span[1] as f32))
+        }
+
+        /// Turns a row's scores into weights relative to its running maximum, and updates maximum and sum. What
+        /// the row had accumulated is to be multiplied by `rescale[row]`.
+        ///
+        /// # Safety
+        /// `tile` is as its type says and `row < num_rows`.
+        #[inline]
+        #[target_feature(enable = $features)]
+        unsafe fn weigh_row(tile: &Tile, row: usize) {
+            // SAFETY: `row` is inside the arrays; `TILE` is a multiple of `LANES`.
+            unsafe {
+                let scores = tile.scores.add(row * TILE);
+                let (span, mut slope, mut distance) = (*tile.visible.add(row), 0.0, 0.0);
+                if tile.has_slopes {
+                    slope = *tile.slopes.add(row);
+                    distance = *tile.distances.add(row);
+                }
+                let old = *tile.max.add(row);
+                let mut highest = splat(old);
+                let mut t = 0;
+                while t < tile.num_keys {
+                    let x = adjust(tile, load(scores.add(t)), t, span, slope, distance);
+                    highest = vmax(highest, x);
+                    store(scores.add(t), x);
+                    t += LANES;
+                }
+                let new = maximum(highest);
+                *tile.rescale.add(row) = 1.0;
+                if new == f32::NEG_INFINITY {
+                    // Nothing visible so far.
+                    scores.write_bytes(0, TILE);
+                    return;
+                }
+                if new != old {
+                    let mut factor = [0.0f32; LANES];
+                    store(factor.as_mut_ptr(), exp_negative(splat(old - new)));
+                    *tile.rescale.add(row) = factor[0];
+                    *tile.max.add(row) = new;
+                }
+                let mut total = zero();
+                let mut t = 0;
+                while t < tile.num_keys {
+                    let weight = exp_negative(add(load(scores.add(t)), splat(-new)));
+                    total = add(total, weight);
+                    store(scores.add(t), weight);
+                    t += LANES;
+                }
+                *tile.sum.add(row) = *tile.sum.add(row) * *tile.rescale.add(row) + sum(total);
+            }
+        }
+
+        /// Adds the weighted values of `R` rows to `C` vectors of their accumulators from element `d` on.
+        ///
+        /// # Safety
+        /// `tile` is as its type says, `row + R <= num_rows` and `d + C * LANES <= value_dim`.
+        #[inline]
+        #[target_feature(enable = $features)]
+        unsafe fn value_block<const KIND: u8, const R: usize, const C: usize>(
+            tile: &Tile,
+            row: usize,
+            d: usize,
+        ) {
+            let mut acc = [[zero(); C]; R];
+            let fetch = row == 0 && d == 0 && !tile.next_values.is_null();
+            let bytes = tile.value_dim * stored_size(KIND);
+            // SAFETY: rows, keys and elements are inside their arrays by the caller's promise.
+            unsafe {
+                for r in 0..R {
+                    let factor = splat(*tile.rescale.add(row + r));
+                    for c in 0..C {
+                        let at = tile.acc.add((row + r) * tile.value_dim + d + c * LANES);
+                        acc[r][c] = mul(load(at), factor);
+                    }
+                }
+                for t in 0..tile.num_keys {
+                    if fetch {
+                        let next = *tile.next_values.add(t);
+                        prefetch_row(next.wrapping_offset(tile.next_value_offset), bytes);
+                    }
+                    let value = (*tile.values.add(t)).wrapping_offset(tile.value_offset);
+                    let mut v = [zero(); C];
+                    for c in 0..C {
+                        v[c] = load_stored::<KIND>(value, d + c * LANES);
+                    }
+                    for r in 0..R {
+                        let weight = splat(*tile.scores.add((row + r) * TILE + t));
+                        for c in 0..C {
+                            acc[r][c] = fma(weight, v[c], acc[r][c]);
+                        }
+                    }
+                }
+                for r in 0..R {
+                    for c in 0..C {
+                        store(tile.acc.add((row + r) * tile.value_dim + d + c * LANES), acc[r][c]);
+                    }
+                }
+            }
+        }
+
+        /// Adds the weighted values of `R` rows.
+        ///
+        /// # Safety
+        /// As for `value_block`.
+        #[inline]
+        #[target_feature(enable = $features)]
+        unsafe fn value_rows<const KIND: u8, const R: usize, const C: usize>(tile: &Tile, row: usize) {
+            let mut d = 0;
+            // SAFETY: the loops stop at `value_dim`, a multiple of `LANES`.
+            unsafe {
+                while d + C * LANES <= tile.value_dim {
+                    value_block::<KIND, R, C>(tile, row, d);
+                    d += C * LANES;
+                }
+                while d < tile.value_dim {
+                    value_block::<KIND, R, 1>(tile, row, d);
+                    d += LANES;
+                }
+            }
+        }
+
+        /// One tile: scores, weights, values.
+        ///
+        /// # Safety
+        /// `tile` is as its type says and the processor has the target features.
+        #[target_feature(enable = $features)]
+        unsafe fn attend<const KIND: u8>(tile: &Tile) {
+            // SAFETY: the row blocks stay inside `num_rows`.
+            unsafe {
+                let mut row = 0;
+                while row + 4 <= tile.num_rows {
+                    score_rows::<KIND, 4, { LANES / 4 }>(tile, row);
+                    row += 4;
+                }
+                if row + 2 <= tile.num_rows {
+                    score_rows::<KIND, 2, { LANES / 2 }>(tile, row);
+                    row += 2;
+                }
+                if row < tile.num_rows {
+                    score_rows::<KIND, 1, LANES>(tile, row);
+                }
+                for row in 0..tile.num_rows {
+                    weigh_row(tile, row);
+                }
+                row = 0;
+                while row + 4 <= tile.num_rows {
+                    value_rows::<KIND, 4, VALUE_COLUMNS>(tile, row);
+                    row += 4;
+                }
+                if row + 2 <= tile.num_rows {
+                    value_rows::<KIND, 2, VALUE_COLUMNS>(tile, row);
+                    row += 2;
+                }
+                if row < tile.num_rows {
+                    value_rows::<KIND, 1, VALUE_COLUMNS>(tile, row);
+                }
+            }
+        }
+
+        /// Decodes `count` elements of `dtype` without gaps.
+        ///
+        /// # Safety
+        /// Source and target hold them, and the processor has the target features.
+        #[target_feature(enable = $features)]
+        unsafe fn decode_row(
+            source: *const u8,
+            target: *mut f32,
+            count: usize,
+            dtype: crate::attention::Dtype,
+        ) {
+            use crate::attention::Dtype;
+            use crate::attention::dtype::read_element;
+            // SAFETY: by the caller's promise. One loop a type, so that each is vectorised.
+            unsafe {
+                match dtype {
+                    Dtype::F32 => source.copy_to_nonoverlapping(target.cast(), count * 4),
+                    Dtype::F16 => {
+                        (0..count).for_each(|i| *target.add(i) = read_element(Dtype::F16, source.add(2 * i)))
+                    }
+                    Dtype::Bf16 => {
+                        (0..count).for_each(|i| *target.add(i) = read_element(Dtype::Bf16, source.add(2 * i)))
+                    }
+                    Dtype::F8E4m3 => {
+                        (0..count).for_each(|i| *target.add(i) = read_element(Dtype::F8E4m3, source.add(i)))
+                    }
+                    Dtype::F8E5m2 => {
+                        (0..count).for_each(|i| *target.add(i) = read_element(Dtype::F8E5m2, source.add(i)))
+                    }
+                    Dtype::I8 => {
+                        (0..count).for_each(|i| *target.add(i) = read_element(Dtype::I8, source.add(i)))
+                    }
+                }
+            }
+        }
+
+        /// This instruction set's table.
+        pub(super) static KERNELS: crate::attention::kernels::Kernels = crate::attention::kernels::Kernels {
+            name: NAME,
+            attend_f32: attend::<STORED_F32>,
+            attend_f16: attend::<STORED_F16>,
+            attend_bf16: attend::<STORED_BF16>,
+            decode_row,
+        };
+    };
+}

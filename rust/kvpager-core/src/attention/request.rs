@@ -1,0 +1,269 @@
+//! What a call of paged attention gets, and every check of it.
+
+use super::kernels::{self, Kernels};
+use super::plan::{Row, Strip};
+use super::{Dtype, Int32Matrix, KvScale, Tensor, ThreadPool, job, plan};
+use crate::{Error, Result};
+
+/// How scores are formed and masked.
+#[derive(Clone, Copy, Debug)]
+pub struct Options<'a> {
+    /// Factor of the products.
+    pub scale: f32,
+    /// Whether a query sees nothing past its own position.
+    pub causal: bool,
+    /// Keys that a query sees at most, its own position included: positions above `position - window`.
+    pub window: Option<u32>,
+    /// `cap * tanh(score / cap)`.
+    pub softcap: Option<f32>,
+    /// `[num_query_heads]`: adds `slope * (key position - query position)`.
+    pub alibi_slopes: Option<&'a [f32]>,
+    /// `[num_query_heads]`: the logit of an extra key without a value.
+    pub sinks: Option<&'a [f32]>,
+    /// Name of the instruction set (see [`super::instruction_sets`]); the fastest if absent.
+    pub instruction_set: Option<&'a str>,
+}
+
+/// Prefixes that several sequences of the batch share, each read once for all of them.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedPrefixes<'a> {
+    /// `[num_groups + 1]`: ranges of `sequences`.
+    pub group_start: &'a [i32],
+    /// Indices of the members, each at most once.
+    pub sequences: &'a [i32],
+    /// `[num_groups]`: tokens shared, a multiple of the block size, and before every member's first query.
+    pub prefix_lens: &'a [i32],
+}
+
+/// One ragged batch of attention.
+#[derive(Clone, Copy, Debug)]
+pub struct PagedAttention<'a> {
+    /// `[num_tokens, num_query_heads, head_dim]`.
+    pub query: Tensor<3>,
+    /// `[num_blocks, block_size, num_kv_heads, head_dim]`.
+    pub k_cache: Tensor<4>,
+    /// `[num_blocks, block_size, num_kv_heads, value_dim]`.
+    pub v_cache: Tensor<4>,
+    /// Scale of the keys.
+    pub k_scale: KvScale<'a>,
+    /// Scale of the values.
+    pub v_scale: KvScale<'a>,
+    /// `[rows, max_blocks]`; entries outside a sequence's visible range are not read.
+    pub block_tables: Int32Matrix,
+    /// `[num_sequences]`: each sequence's row; the sequence's own index if absent.
+    pub table_rows: Option<&'a [i32]>,
+    /// `[num_sequences + 1]`: ranges of query tokens. Tokens past the last range get zeros.
+    pub query_start: &'a [i32],
+    /// `[num_sequences]`: tokens in the cache, those of the query included. 0: the sequence's rows get zeros.
+    pub context_lens: &'a [i32],
+    /// Shared prefixes, for a cascade.
+    pub shared: Option<SharedPrefixes<'a>>,
+    /// Scores and masks.
+    pub options: Options<'a>,
+    /// `[num_tokens, num_query_heads, value_dim]`, written.
+    pub out: Tensor<3>,
+    /// `[num_tokens, num_query_heads]`, fp32, written: logarithm of the sum of exponentials, sinks included.
+    pub lse: Option<Tensor<2>>,
+}
+
+/// A checked request: query rows, strips of them with the blocks they read, all inside their arrays.
+pub(super) struct Checked<'a> {
+    pub(super) request: &'a PagedAttention<'a>,
+    pub(super) kernels: &'static Kernels,
+    pub(super) group: usize,
+    pub(super) rows: Vec<Row>,
+    pub(super) strips: Vec<Strip>,
+    /// Block ids of the strips.
+    pub(super) blocks: Vec<u32>,
+    /// Whether a token may be in several strips.
+    pub(super) cascades: bool,
+}
+
+const WIDE: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
+
+impl PagedAttention<'_> {
+    /// Computes the batch on the pool's threads.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for shapes, dtypes, lengths or block ids that do not fit; nothing is written then.
+    pub fn run(&self, threads: &ThreadPool) -> Result<()> {
+        let checked = self.check()?;
+        job::run(&checked, &plan::plan(&checked, threads.size()), threads);
+        Ok(())
+    }
+
+    fn check(&self) -> Result<Checked<'_>> {
+        let group = self.check_arrays()?;
+        self.check_options()?;
+        let kernels = kernels::select(self.options.instruction_set).ok_or_else(|| {
+            Error::invalid(format!(
+                "instruction set {:?} is not one of this processor's: {}",
+                self.options.instruction_set,
+                kernels::instruction_sets().join(", ")
+            ))
+        })?;
+        let lengths = self.check_lengths()?;
+        let cascades = self.shared.is_some();
+        let mut checked =
+            Checked { request: self, kernels, group, rows: vec![], strips: vec![], blocks: vec![], cascades };
+        plan::lay_out(&mut checked, &lengths)?;
+        Ok(checked)
+    }
+
+    /// Checks the arrays against each other; returns query heads a KV head.
+    fn check_arrays(&self) -> Result<usize> {
+        let [num_tokens, num_heads, head_dim] = self.query.shape();
+        let [num_blocks, block_size, num_kv_heads, _] = self.k_cache.shape();
+        let value_dim = self.v_cache.shape()[3];
+        self.query.require_dtype("query", &WIDE)?;
+        self.k_cache.require_shape("k_cache", [num_blocks, block_size, num_kv_heads, head_dim])?;
+        self.v_cache.require_shape("v_cache", [num_blocks, block_size, num_kv_heads, value_dim])?;
+        self.v_cache.require_dtype("v_cache", &[self.k_cache.dtype()])?;
+        self.k_scale.check("k", &self.k_cache, false)?;
+        self.v_scale.check("v", &self.v_cache, false)?;
+        self.out.require_shape("out", [num_tokens, num_heads, value_dim])?;
+        self.out.require_dtype("out", &WIDE)?;
+        self.out.require_writable("out")?;
+        if let Some(lse) = &self.lse {
+            lse.require_shape("lse", [num_tokens, num_heads])?;
+            lse.require_dtype("lse", &[Dtype::F32])?;
+            lse.require_writable("lse")?;
+        }
+        if !block_size.is_power_of_two() || block_size > 256 {
+            return Err(Error::invalid(format!(
+                "block size is {block_size}, expected a power of two up to 256"
+            )));
+        }
+        for (name, size) in [("head_dim", head_dim), ("value_dim", value_dim)] {
+            if size == 0 || size > 1024 {
+                return Err(Error::invalid(format!("{name} is {size}, expected 1 to 1024")));
+            }
+        }
+        if num_kv_heads == 0 || num_heads == 0 || num_heads % num_kv_heads != 0 {
+            return Err(Error::invalid(format!(
+                "{num_heads} query heads cannot be shared evenly by {num_kv_heads} KV heads"
+            )));
+        }
+        Ok(num_heads / num_kv_heads)
+    }
+
+    fn check_options(&self) -> Result<()> {
+        let options = &self.options;
+        let num_heads = self.query.shape()[1];
+        if !options.scale.is_finite() {
+            return Err(Error::invalid(format!("scale is {}, expected a finite number", options.scale)));
+        }
+        if options.window == Some(0) {
+            return Err(Error::invalid("window is 0, expected at least 1 (the query's own position)"));
+        }
+        if let Some(cap) = options.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
+            return Err(Error::invalid(format!("softcap is {cap}, expected a positive finite number")));
+        }
+        for (name, values) in [("alibi_slopes", options.alibi_slopes), ("sinks", options.sinks)] {
+            if let Some(values) = values.filter(|values| values.len() != num_heads) {
+                return Err(Error::invalid(format!(
+                    "{name} has {} entries, expected {num_heads} (one a query head)",
+                    values.len()
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks ranges and lengths; returns (first token, end, context, table row) of each sequence that reads.
+    fn check_lengths(&self) -> Result<Vec<Sequence>> {
+        let num_sequences = self.context_lens.len();
+        if self.query_start.len() != num_sequences + 1 {
+            return Err(Error::invalid(format!(
+                "query_start has {} entries, expected {} (one more than context_lens)",
+                self.query_start.len(),
+                num_sequences + 1
+            )));
+        }
+        if let Some(rows) = self.table_rows.filter(|rows| rows.len() != num_sequences) {
+            return Err(Error::invalid(format!(
+                "table_rows has {} entries, expected {num_sequences} (as context_lens)",
+                rows.len()
+            )));
+        }
+        if self.query_start[0] != 0 {
+            return Err(Error::invalid(format!("query_start[0] is {}, expected 0", self.query_start[0])));
+        }
+        (0..num_sequences).map(|index| self.check_sequence(index)).collect()
+    }
+
+    fn check_sequence(&self, index: usize) -> Result<Sequence> {
+        let num_tokens = self.query.shape()[0];
+        let (start, end) = (self.query_start[index], self.query_start[index + 1]);
+        if end < start || end as usize > num_tokens {
+            return Err(Error::invalid(format!(
+                "query_start[{}] is {end}, outside {start}..={num_tokens}",
+                index + 1
+            )));
+        }
+        let (tokens, context) = ((end - start) as usize, self.context_lens[index]);
+        if context < 0 || (context > 0 && tokens > context as usize) {
+            return Err(Error::invalid(format!(
+                "context_lens[{index}] is {context}, but the sequence has {tokens} query tokens"
+            )));
+        }
+        let row = self.table_rows.map_or(index as i64, |rows| i64::from(rows[index]));
+        let reads = tokens > 0 && context > 0;
+        let num_rows = self.block_tables.shape()[0];
+        let row = usize::try_from(row).ok().filter(|row| *row < num_rows);
+        match row {
+            None if reads => Err(Error::invalid(format!(
+                "sequence {index} has no table row: {} of {num_rows}",
+                self.table_rows.map_or(index as i64, |rows| i64::from(rows[index]))
+            ))),
+            row => Ok(Sequence {
+                index,
+                start: start as usize,
+                end: end as usize,
+                context: if reads { context as usize } else { 0 },
+                row: row.unwrap_or(0),
+            }),
+        }
+    }
+
+    /// Copies the ids of the blocks that hold positions `low..high` of a table row, each checked.
+    pub(super) fn copy_blocks(
+        &self,
+        row: usize,
+        low: usize,
+        high: usize,
+        blocks: &mut Vec<u32>,
+    ) -> Result<()> {
+        let [num_blocks, block_size, ..] = self.k_cache.shape();
+        let columns = self.block_tables.shape()[1];
+        let last = high.div_ceil(block_size);
+        if last > columns {
+            return Err(Error::invalid(format!(
+                "table row {row} has {columns} entries, {high} tokens need {last} blocks of {block_size}"
+            )));
+        }
+        for column in low / block_size..last {
+            let id = self.block_tables.get(row, column).unwrap_or(-1);
+            if id < 0 || id as usize >= num_blocks {
+                return Err(Error::invalid(format!(
+                    "block_tables[{row}, {column}] is {id}, outside 0..{num_blocks} inside the used range"
+                )));
+            }
+            blocks.push(id as u32);
+        }
+        Ok(())
+    }
+}
+
+/// One sequence of the batch.
+#[derive(Clone, Copy)]
+pub(super) struct Sequence {
+    pub(super) index: usize,
+    /// Query tokens.
+    pub(super) start: usize,
+    pub(super) end: usize,
+    /// Tokens in the cache; 0 if nothing is to be computed.
+    pub(super) context: usize,
+    /// Row of the block tables.
+    pub(super) row: usize,
+}

@@ -1,0 +1,138 @@
+//! Strided views over memory that somebody else owns.
+
+use super::Dtype;
+use crate::{Error, Result};
+
+/// A strided, possibly writable view of `N` dimensions. Strides are in bytes and may be zero or negative.
+#[derive(Clone, Copy, Debug)]
+pub struct Tensor<const N: usize> {
+    data: *mut u8,
+    dtype: Dtype,
+    shape: [usize; N],
+    strides: [isize; N],
+    writable: bool,
+}
+
+// SAFETY: a view is an address with a layout. Whoever makes one promises that the memory stays valid and that
+// nobody else changes it meanwhile (see `from_raw`), from whichever thread it is reached.
+unsafe impl<const N: usize> Send for Tensor<N> {}
+// SAFETY: as above.
+unsafe impl<const N: usize> Sync for Tensor<N> {}
+
+impl<const N: usize> Tensor<N> {
+    /// A view of `shape` at `data`.
+    ///
+    /// # Safety
+    /// While the view is used, every element that shape and strides reach is valid memory of `dtype`: readable,
+    /// and writable where `writable` is set. Nobody writes what is read, or touches what is written, during a
+    /// call that gets the view.
+    #[must_use]
+    pub const unsafe fn from_raw(
+        data: *mut u8,
+        dtype: Dtype,
+        shape: [usize; N],
+        strides: [isize; N],
+        writable: bool,
+    ) -> Self {
+        Self { data, dtype, shape, strides, writable }
+    }
+
+    /// Element type.
+    #[must_use]
+    pub const fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Elements along each dimension.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; N] {
+        self.shape
+    }
+
+    /// Bytes from one element to the next, along each dimension.
+    #[must_use]
+    pub const fn strides(&self) -> [isize; N] {
+        self.strides
+    }
+
+    /// Address of an element; the offset is computed in 64 bits.
+    #[inline(always)]
+    pub(super) fn at(&self, index: [usize; N]) -> *mut u8 {
+        let mut offset = 0isize;
+        for axis in 0..N {
+            debug_assert!(index[axis] < self.shape[axis], "{index:?} outside {:?}", self.shape);
+            offset += index[axis] as isize * self.strides[axis];
+        }
+        self.data.wrapping_offset(offset)
+    }
+
+    /// Whether the last dimension is without gaps.
+    pub(super) fn has_dense_rows(&self) -> bool {
+        self.shape[N - 1] <= 1 || self.strides[N - 1] == self.dtype.size() as isize
+    }
+
+    pub(super) fn require_shape(&self, name: &str, shape: [usize; N]) -> Result<()> {
+        if self.shape == shape {
+            return Ok(());
+        }
+        Err(Error::invalid(format!("{name} has shape {:?}, expected {shape:?}", self.shape)))
+    }
+
+    pub(super) fn require_writable(&self, name: &str) -> Result<()> {
+        if self.writable { Ok(()) } else { Err(Error::invalid(format!("{name} is read-only"))) }
+    }
+
+    pub(super) fn require_dtype(&self, name: &str, allowed: &[Dtype]) -> Result<()> {
+        if allowed.contains(&self.dtype) {
+            return Ok(());
+        }
+        let names: Vec<_> = allowed.iter().map(|dtype| dtype.name()).collect();
+        Err(Error::invalid(format!(
+            "{name} has dtype {}, expected {}",
+            self.dtype.name(),
+            names.join(" or ")
+        )))
+    }
+}
+
+/// A strided matrix of `i32`, read only while a call checks it.
+#[derive(Clone, Copy, Debug)]
+pub struct Int32Matrix {
+    data: *const i32,
+    shape: [usize; 2],
+    strides: [isize; 2],
+}
+
+// SAFETY: as for `Tensor`.
+unsafe impl Send for Int32Matrix {}
+// SAFETY: as for `Tensor`.
+unsafe impl Sync for Int32Matrix {}
+
+impl Int32Matrix {
+    /// A view of `shape` at `data`; strides in bytes.
+    ///
+    /// # Safety
+    /// Every element that shape and strides reach is readable and aligned while the view is used.
+    #[must_use]
+    pub const unsafe fn from_raw(data: *const i32, shape: [usize; 2], strides: [isize; 2]) -> Self {
+        Self { data, shape, strides }
+    }
+
+    /// Rows and columns.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; 2] {
+        self.shape
+    }
+
+    /// One element; `None` outside the shape. The scheduler may append to other entries meanwhile, so the read
+    /// is volatile and the value is used only through the copy that was checked.
+    #[must_use]
+    pub fn get(&self, row: usize, column: usize) -> Option<i32> {
+        if row >= self.shape[0] || column >= self.shape[1] {
+            return None;
+        }
+        let offset = row as isize * self.strides[0] + column as isize * self.strides[1];
+        // SAFETY: inside the shape, so readable and aligned by the promise of `from_raw`.
+        Some(unsafe { self.data.cast::<u8>().wrapping_offset(offset).cast::<i32>().read_volatile() })
+    }
+}
