@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvpager._threads import configure_threads
+
+configure_threads()  # before NumPy is imported: idle BLAS threads sleep, busy machines stay usable
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 

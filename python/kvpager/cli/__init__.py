@@ -14,7 +14,7 @@ from kvpager.errors import KvPagerError
 
 __all__ = ["app", "main"]
 
-COMMANDS = ()
+COMMANDS = ("doctor",)
 """Modules of this package, in the order that `--help` lists them. They import what is heavy inside the call."""
 
 app = typer.Typer(

@@ -1,0 +1,193 @@
+"""The Llama forward pass over paged KV, written once for NumPy and CuPy.
+
+One call computes a whole scheduler batch: prefill chunks and decodes of many sequences lie in one `[T,
+hidden]` array, and only attention knows where one sequence ends and the next begins. Every layer appends its
+new K and V to the slots that the scheduler chose, then attends through the block tables. Logits are computed
+for `sample_rows` only.
+
+All arithmetic is fp32; the order of sums inside the BLAS library depends on the batch's shape, so logits of
+one sequence differ by rounding (about 1e-5) between batchings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager import attention
+from kvpager.errors import InvalidArgumentError
+from kvpager.runner.config import LlamaConfig
+from kvpager.runner.kv_cache import KvCache
+from kvpager.runner.weights import Array, LayerWeights, LlamaWeights
+
+__all__ = ["BatchArrays", "LlamaModel"]
+
+
+class BatchArrays(Protocol):
+    """The arrays of a scheduler's batch that the forward pass reads."""
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """[T] flattened tokens of this step."""
+
+    @property
+    def positions(self) -> npt.NDArray[np.int32]:
+        """[T] position of each token in its sequence."""
+
+    @property
+    def query_start(self) -> npt.NDArray[np.int32]:
+        """[S+1] token range of each sequence."""
+
+    @property
+    def sample_rows(self) -> npt.NDArray[np.int32]:
+        """[R] rows whose logits are needed."""
+
+    @property
+    def slot_mapping(self) -> npt.NDArray[np.int64]:
+        """[T] slot of each token's K and V; -1 writes nothing."""
+
+    @property
+    def context_lens(self) -> npt.NDArray[np.int32]:
+        """[S] tokens visible to each sequence's last query."""
+
+    @property
+    def table_rows(self) -> npt.NDArray[np.int32]:
+        """[S] row of `block_tables`."""
+
+    @property
+    def block_tables(self) -> npt.NDArray[np.int32]:
+        """[rows, max_blocks] block ids."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A batch's arrays where the model computes, and what every layer shares.
+
+    Attributes:
+        cosine, sine: [T, 1, head_dim / 2] of the rotary angles.
+        slot_mapping: i64 [T].
+        tables: the keyword arguments of `paged_attention`.
+    """
+
+    cosine: Array
+    sine: Array
+    slot_mapping: Array
+    tables: dict[str, Array]
+
+
+class LlamaModel:
+    """A Llama-family model whose weights are on one device. It keeps no state between calls."""
+
+    def __init__(self, config: LlamaConfig, weights: LlamaWeights, *, array_module: Any = np) -> None:
+        """Keeps the weights, moved to the device of `array_module` if they are not there yet.
+
+        Args:
+            config: the model's shape.
+            weights: as NumPy arrays, or already of `array_module`.
+            array_module: `numpy` or `cupy`.
+        """
+        self.config = config
+        self.array_module = array_module
+        self._weights = weights if array_module is np else weights.to(array_module)
+
+    def new_cache(self, *, num_blocks: int, block_size: int) -> KvCache:
+        """Returns KV arrays for this model, on its device."""
+        return KvCache(
+            self.config, num_blocks=num_blocks, block_size=block_size, array_module=self.array_module
+        )
+
+    def to_host(self, array: Array) -> npt.NDArray[np.float32]:
+        """Returns an array of the model's device as a NumPy array."""
+        host: npt.NDArray[np.float32] = array if self.array_module is np else self.array_module.asnumpy(array)
+        return host
+
+    def forward(self, batch: BatchArrays, cache: KvCache) -> Array:
+        """Computes one batch: writes its K and V into `cache`, returns the logits that are needed.
+
+        Args:
+            batch: the step's arrays, host memory.
+            cache: the KV arrays that the batch's block ids index; written at `slot_mapping`.
+
+        Returns:
+            [R, vocab] fp32 on the model's device, in the order of `sample_rows`.
+
+        Raises:
+            InvalidArgumentError: a token id outside the vocabulary.
+        """
+        xp, weights = self.array_module, self._weights
+        self._check_tokens(batch.token_ids)
+        step = self._step(batch)
+        hidden = weights.embedding[xp.asarray(batch.token_ids)]
+        with np.errstate(
+            over="ignore"
+        ):  # exp(-gate) of a strongly negative gate; its quotient is a correct 0
+            for layer, keys, values in zip(weights.layers, cache.keys, cache.values, strict=True):
+                hidden += self._attend(layer, self._normed(hidden, layer.attention_norm), keys, values, step)
+                hidden += self._feed_forward(layer, self._normed(hidden, layer.ffn_norm))
+        sampled = hidden[xp.asarray(batch.sample_rows)]
+        return self._normed(sampled, weights.output_norm) @ weights.output
+
+    def _check_tokens(self, token_ids: npt.NDArray[np.int32]) -> None:
+        if not len(token_ids):
+            return
+        lowest, highest, size = int(token_ids.min()), int(token_ids.max()), self.config.vocab_size
+        if lowest < 0 or highest >= size:
+            raise InvalidArgumentError(f"token ids from {lowest} to {highest}: the vocabulary has {size}")
+
+    def _step(self, batch: BatchArrays) -> _Step:
+        xp = self.array_module
+        positions = xp.asarray(batch.positions).astype(xp.float32)
+        angles = (positions[:, None] * self._weights.inverse_frequencies)[:, None, :]
+        tables = {
+            name: xp.asarray(getattr(batch, name))
+            for name in ("block_tables", "table_rows", "query_start", "context_lens")
+        }
+        return _Step(xp.cos(angles), xp.sin(angles), xp.asarray(batch.slot_mapping), tables)
+
+    def _attend(self, layer: LayerWeights, normed: Array, keys: Array, values: Array, step: _Step) -> Array:
+        """Projects, rotates, appends and attends. `normed`: [T, hidden]; returns [T, hidden]."""
+        config = self.config
+        num_tokens = normed.shape[0]
+        qkv = (normed @ layer.qkv).reshape(num_tokens, config.num_qkv_heads, config.head_dim)
+        num_rotated = config.num_heads + config.num_kv_heads
+        query = self._rotated(qkv[:, : config.num_heads], step)
+        key = self._rotated(qkv[:, config.num_heads : num_rotated], step)
+        value = self.array_module.ascontiguousarray(qkv[:, num_rotated:])
+        attention.append_kv(key, value, keys, values, step.slot_mapping)
+        mixed = attention.paged_attention(query, keys, values, **step.tables)
+        return mixed.reshape(num_tokens, -1) @ layer.attention_out
+
+    def _rotated(self, heads: Array, step: _Step) -> Array:
+        """Returns [T, H, head_dim] rotated by position: pairs are (i, i + head_dim / 2)."""
+        xp, half = self.array_module, self.config.head_dim // 2
+        first, second = heads[..., :half], heads[..., half:]
+        rotated = xp.empty(heads.shape, heads.dtype)
+        rotated_first, rotated_second = rotated[..., :half], rotated[..., half:]
+        xp.multiply(first, step.cosine, out=rotated_first)
+        rotated_first -= second * step.sine
+        xp.multiply(second, step.cosine, out=rotated_second)
+        rotated_second += first * step.sine
+        return rotated
+
+    def _feed_forward(self, layer: LayerWeights, normed: Array) -> Array:
+        """SwiGLU: `(silu(gate) * up) @ down`. `normed`: [T, hidden]; returns [T, hidden]."""
+        xp, size = self.array_module, self.config.intermediate_size
+        gate_up = normed @ layer.gate_up
+        gate, up = gate_up[:, :size], gate_up[:, size:]
+        activated = xp.exp(-gate)
+        activated += 1.0
+        xp.divide(gate, activated, out=activated)
+        activated *= up
+        return activated @ layer.down
+
+    def _normed(self, hidden: Array, weight: Array) -> Array:
+        """RMSNorm over the last axis."""
+        xp = self.array_module
+        mean_square = xp.einsum("th,th->t", hidden, hidden) / hidden.shape[1]
+        scale = 1.0 / xp.sqrt(mean_square + self.config.rms_norm_eps)
+        normed = hidden * scale[:, None]
+        normed *= weight
+        return normed
