@@ -1,7 +1,7 @@
 """Type stubs of the compiled core. Held to the built module by a stub test."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +9,135 @@ import numpy.typing as npt
 __version__: str
 
 # --- geometry -----------------------------------------------------------------------------------------------
+
+@final
+class KvGeometry:
+    """The KV-cache geometry of a deployed model, on the device that holds most of it.
+
+    Example:
+        >>> config = '{"n_layer": 12, "n_head": 12, "n_embd": 768}'
+        >>> KvGeometry.from_config_json(config).bytes_per_token
+        36864
+    """
+
+    @staticmethod
+    def from_config_json(
+        text: str,
+        *,
+        kv_dtype: str = "bf16",
+        kv_scales: str | None = None,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+    ) -> KvGeometry:
+        """Reads the text of a model's `config.json`, by the key names of its own family.
+
+        Args:
+            text: the file's text.
+            kv_dtype: `bf16`, `fp16`, `fp32`, `fp8` or `int8`.
+            kv_scales: `per_tensor` or `per_token_head`; by default what is usual for the dtype.
+            tensor_parallel: devices that share each layer's heads.
+            pipeline_parallel: devices that share the layers.
+
+        Raises:
+            InvalidArgumentError: with the field and the reason, also for what cannot be sized.
+        """
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def attention(self) -> str:
+        """`MHA`, `GQA`, `MQA` or `MLA`."""
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int | None:
+        """KV heads of the first layer that keeps any; None under MLA."""
+    @property
+    def head_dim(self) -> int | None:
+        """Elements of a K vector; None under MLA."""
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int | None: ...
+    @property
+    def full_attention_layers(self) -> int: ...
+    @property
+    def windowed_layers(self) -> int: ...
+    @property
+    def window(self) -> int | None:
+        """Tokens of the first window or chunk, if a layer has one."""
+    @property
+    def checkpoint_dtype(self) -> str | None: ...
+    @property
+    def notes(self) -> list[str]:
+        """What was taken from a class default or left out, in sentences."""
+    @property
+    def kv_dtype(self) -> str: ...
+    @property
+    def layers_per_device(self) -> int: ...
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token on the device while every layer keeps it."""
+    @property
+    def bytes_per_token_beyond_window(self) -> int:
+        """Bytes that each further token adds once every windowed layer is saturated."""
+    @property
+    def bytes_per_token_all_devices(self) -> int: ...
+    @property
+    def block_bytes_per_token(self) -> int:
+        """Bytes a token of one block, padding included: the same in every group."""
+    @property
+    def layer_groups(self) -> list[tuple[str, int | None, list[int], int, int]]:
+        """`(span, window, layers, bytes_per_token, padding_bytes_per_token)` of each group."""
+    def bytes_for_length(self, length: int) -> int:
+        """Bytes that a sequence of `length` tokens needs, padding and block rounding not counted."""
+    def blocks_for_length(self, length: int, *, block_size: int = 16, chunk: int = 1) -> int:
+        """Blocks over all groups that a sequence holds at most on its way to `length` tokens."""
+    def budget(
+        self,
+        device_memory: int,
+        *,
+        device_free: int | None = None,
+        device_share: float = 1.0,
+        weights: int | None = None,
+        activations: int | None = None,
+        workspace: int | None = None,
+        communication: int | None = None,
+        runtime: int | None = None,
+        graphs: int | None = None,
+        safety_margin: int | None = None,
+        block_size: int = 16,
+        max_batch_tokens: int = 8192,
+        max_running: int = 256,
+        max_model_tokens: int | None = None,
+    ) -> Budget:
+        """Makes the memory budget of one device, all sizes in bytes; what is None is estimated.
+
+        Raises:
+            InvalidArgumentError: with every term, when nothing is left or `max_model_tokens` does not fit.
+        """
+
+@final
+class Budget:
+    """A device's memory, part by part."""
+
+    @property
+    def parts(self) -> list[tuple[str, int, str, str]]:
+        """`(name, bytes, origin, note)`; the bytes sum to the device's memory."""
+    @property
+    def available(self) -> int:
+        """`min(share * total, free)`."""
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that fit while every sequence is inside its windows."""
+    @property
+    def longest_request(self) -> int:
+        """Longest single request that fits."""
 
 # --- block pool ---------------------------------------------------------------------------------------------
 

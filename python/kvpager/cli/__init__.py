@@ -14,8 +14,8 @@ from kvpager.errors import KvPagerError
 
 __all__ = ["app", "main"]
 
-COMMANDS = ("doctor",)
-"""Modules of this package, in the order that `--help` lists them. They import what is heavy inside the call."""
+COMMANDS = ("plan", "doctor")
+"""Modules of this package, in the order of `--help`. They import what is heavy inside the call."""
 
 app = typer.Typer(
     name="kvpager",

@@ -20,5 +20,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     prefix_index::register(module)?;
     scheduler::register(module)?;
     split_plan::register(module)?;
-    attention::register(module)
+    attention::register(module)?;
+    // PyO3 collects the names; the module is private, and the stub has none.
+    module.delattr("__all__")
 }

