@@ -4,6 +4,9 @@ use crate::error::{IntoPyResult, invalid};
 use kvpager_core::geometry as core;
 use pyo3::prelude::*;
 
+/// `(span, window, layers, bytes_per_token, padding_bytes_per_token)`.
+type GroupRow = (&'static str, Option<u64>, Vec<u32>, u64, u64);
+
 /// The KV-cache geometry of a deployed model, on the device that holds most of it.
 #[pyclass(frozen, module = "kvpager._core")]
 pub(crate) struct KvGeometry(core::KvGeometry);
@@ -126,7 +129,7 @@ impl KvGeometry {
 
     /// The groups as `(span, window, layers, bytes_per_token, padding_bytes_per_token)`.
     #[getter]
-    fn layer_groups(&self) -> Vec<(&'static str, Option<u64>, Vec<u32>, u64, u64)> {
+    fn layer_groups(&self) -> Vec<GroupRow> {
         let row = |group: &core::LayerGroup| {
             let span = group.span;
             let (bytes, padding) = (group.bytes_per_token, group.padding_bytes_per_token);
