@@ -1,5 +1,6 @@
 """The memory side of an LLM inference server: paged KV cache, prefix reuse with tenants, admission."""
 
-from kvpager._core import __version__
+from kvpager import errors
+from kvpager._core import BlockPool, PoolStats, __version__
 
-__all__ = ["__version__"]
+__all__ = ["BlockPool", "PoolStats", "__version__", "errors"]

@@ -1,7 +1,7 @@
 """Type stubs of the compiled core. Held to the built module by a stub test."""
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -140,6 +140,58 @@ class Budget:
         """Longest single request that fits."""
 
 # --- block pool ---------------------------------------------------------------------------------------------
+
+@final
+class PoolStats:
+    """Blocks of a pool by state. Each number is of its own moment while threads work."""
+
+    @property
+    def capacity(self) -> int:
+        """Blocks of the pool."""
+    @property
+    def held(self) -> int:
+        """In use by references or pins; a shared block counts once."""
+    @property
+    def cached(self) -> int:
+        """In the index and not pinned."""
+    @property
+    def free(self) -> int:
+        """In no use."""
+    @property
+    def reserved(self) -> int:
+        """Promised, not yet turned into blocks."""
+    @property
+    def quarantined(self) -> int:
+        """Released, waiting for a step to close."""
+    @property
+    def peak_held(self) -> int:
+        """Most blocks held at once since the pool was made."""
+
+@final
+class BlockPool:
+    """The blocks of a device. Every call may run from any thread at once.
+
+    Args:
+        num_blocks: 1 to 2**31 - 1.
+        max_accounts: quota accounts that may be added, 1 to 1,024.
+        max_open_steps: steps that may be open at once.
+
+    Raises:
+        InvalidArgumentError: for a number out of range.
+    """
+
+    def __new__(cls, num_blocks: int, *, max_accounts: int = 64, max_open_steps: int = 8) -> Self: ...
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+    def stats(self) -> PoolStats:
+        """Blocks by state."""
+    def check_invariants(self) -> None:
+        """Checks that bits, words, permits and counters agree. Reads every block; nothing may move.
+
+        Raises:
+            AssertionError: what disagrees, with the numbers.
+        """
 
 # --- prefix index -------------------------------------------------------------------------------------------
 
