@@ -1,7 +1,7 @@
 """Type stubs of the compiled core. Held to the built module by a stub test."""
 
 from collections.abc import Sequence
-from typing import Any, Self, final
+from typing import Any, Literal, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -194,6 +194,218 @@ class BlockPool:
         """
 
 # --- prefix index -------------------------------------------------------------------------------------------
+
+@final
+class Fingerprint:
+    """Everything that must be equal for KV to be reusable.
+
+    Two requests may share KV only if every field is equal. `None` (not stated) differs from every stated
+    value, the empty one included. Values are compared and hashed by content.
+
+    Args:
+        model: the model's name.
+        model_revision: digest or revision of the weights; a hot update must change it.
+        tokenizer_revision: revision of the tokenizer.
+        chat_template: digest of the chat template.
+        adapters: (content digest, scale) in the order of application; `[]` says that there is none.
+        rope_type: kind of the position scheme: "default", "llama3", "yarn", ...
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: the scheme's other parameters in one canonical text.
+        attention_mask: kind of the mask with its layer pattern: "causal", "sliding", "chunked", ...
+        window: window or chunk of that mask, in tokens.
+        kv_dtype: data type of the stored K and V.
+        kv_scales: digest of the quantisation scales, or how they are stored.
+        numerics: whatever else changes values: sharding of MLA, kernel family, steering vectors.
+        block_size: tokens in a block.
+    """
+
+    def __new__(
+        cls,
+        *,
+        model: str | None = None,
+        model_revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        chat_template: str | None = None,
+        adapters: Sequence[tuple[str, float | None]] | None = None,
+        rope_type: str | None = None,
+        rope_theta: float | None = None,
+        rope_scaling: str | None = None,
+        attention_mask: str | None = None,
+        window: int | None = None,
+        kv_dtype: str | None = None,
+        kv_scales: str | None = None,
+        numerics: str | None = None,
+        block_size: int | None = None,
+    ) -> Fingerprint: ...
+    def to_bytes(self) -> bytes:
+        """The canonical bytes: equal exactly if the fingerprints are."""
+
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+
+@final
+class ShareScope:
+    """Who may share a prefix. Values are compared and hashed by content."""
+
+    @staticmethod
+    def private(tenant: str, *, salt: bytes | None = None) -> ShareScope:
+        """One tenant. A client's salt narrows it further; it can never name another tenant's prefixes."""
+
+    @staticmethod
+    def group(name: str) -> ShareScope:
+        """The members of a group."""
+
+    @staticmethod
+    def public(name: str) -> ShareScope:
+        """Everybody, by explicit publish."""
+
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+
+@final
+class Match:
+    """A pinned prefix. Its blocks cannot be evicted until it is released.
+
+    It releases itself at the end of a `with` block, at `release`, or when it is no longer referenced.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the pinned prefix."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pinned prefix."""
+
+    @property
+    def namespace(self) -> int:
+        """The namespace it was matched in."""
+
+    @property
+    def block_ids(self) -> npt.NDArray[np.int32]:
+        """Ids of the blocks, first to last: [num_blocks], int32."""
+
+    @property
+    def blocks(self) -> npt.NDArray[np.uint64]:
+        """Handles of the blocks, first to last: [num_blocks], uint64."""
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it was released."""
+
+    def release(self) -> None:
+        """Releases the pin now. Again is nothing."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class PrefixIndex:
+    """Finds reusable prefixes, in whole blocks, and keeps their blocks.
+
+    Token arguments are integer arrays or sequences; contiguous `uint32` arrays are read in place and must
+    not be written during the call.
+
+    Args:
+        pool: the pool whose blocks it keeps.
+        block_size: tokens in a block.
+        eviction: which cached block goes first: "lru" or "learned".
+
+    Raises:
+        InvalidArgumentError: a block size of 0, or an unknown policy.
+    """
+
+    def __new__(
+        cls, pool: BlockPool, *, block_size: int = 16, eviction: Literal["lru", "learned"] = "lru"
+    ) -> PrefixIndex: ...
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+
+    @property
+    def num_namespaces(self) -> int:
+        """How many namespaces have been interned."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes used besides the token rows."""
+
+    def namespace(
+        self, scope: ShareScope, fingerprint: Fingerprint | None = None, *, account: int = 0
+    ) -> int:
+        """The number of (scope, fingerprint): equal for equal pairs, another one if any field differs.
+
+        Args:
+            scope: who may share.
+            fingerprint: what must be equal; `None` is the one in which nothing is stated.
+            account: the pool's account that is charged for held blocks of it.
+
+        Raises:
+            InvalidArgumentError: the namespace is charged to another account.
+        """
+
+    def match_prefix(
+        self, namespace: int, tokens: npt.NDArray[np.integer] | Sequence[int], *, whole: bool = False
+    ) -> Match:
+        """Pins the longest cached prefix.
+
+        At most `len(tokens) - 1` tokens are matched, since the last one's logits are needed; with `whole`,
+        all whole blocks.
+
+        Raises:
+            OutOfBlocksError: there is no capacity to hold the prefix. Nothing is pinned.
+            OverQuotaError: the account's limit leaves no room to hold it.
+        """
+
+    def match_many(
+        self,
+        namespace: int,
+        prompts: Sequence[npt.NDArray[np.integer] | Sequence[int]],
+        *,
+        whole: bool = False,
+    ) -> list[Match]:
+        """`match_prefix` for each prompt, with the interpreter released throughout."""
+
+    def peek_prefix(self, namespace: int, tokens: npt.NDArray[np.integer] | Sequence[int]) -> int:
+        """How many tokens `match_prefix` would find now. Pins and touches nothing."""
+
+    def root(self, namespace: int) -> Match:
+        """A match of the empty prefix, to insert below."""
+
+    def extend(
+        self,
+        pinned: Match,
+        tokens: npt.NDArray[np.integer] | Sequence[int],
+        blocks: npt.NDArray[np.uint64] | Sequence[int],
+    ) -> tuple[int, int, npt.NDArray[np.uint64]]:
+        """Inserts whole blocks below a match and moves it to the new deepest node.
+
+        Args:
+            pinned: an unreleased match of this index.
+            tokens: the blocks' tokens, `len(blocks) * block_size` of them.
+            blocks: handles of blocks that the caller holds exclusively: [num_blocks], uint64. They pass to
+            the
+                index.
+
+        Returns:
+            (blocks indexed, how many of them were resident already, handles). Where the content was resident,
+            the caller's copy is released and the handle is the resident block's. If fewer blocks are
+            indexed than given (a step is open, or there is no capacity), the rest stays the caller's.
+
+        Raises:
+            InvalidHandleError: a block is not exclusively held. Nothing was changed.
+        """
+
+    def evict(self, num_blocks: int) -> int:
+        """Evicts up to `num_blocks` cached blocks; returns how many."""
+
+    def clear(self) -> None:
+        """Evicts everything that is not held."""
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError with the first violated invariant."""
 
 # --- scheduler ----------------------------------------------------------------------------------------------
 

@@ -1,7 +1,18 @@
 //! Bindings of `kvpager_core::prefix_index`.
 
+mod identity;
+mod index;
+mod pinned;
+mod tokens;
+
 use pyo3::prelude::*;
 
-pub(crate) fn register(_module: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
+pub(crate) use identity::PyFingerprint;
+pub(crate) use index::PyPrefixIndex;
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<PyPrefixIndex>()?;
+    module.add_class::<pinned::PyMatch>()?;
+    module.add_class::<PyFingerprint>()?;
+    module.add_class::<identity::PyShareScope>()
 }

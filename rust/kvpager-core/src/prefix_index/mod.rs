@@ -1,1 +1,222 @@
 //! Radix tree over token ids in whole blocks, one root per namespace.
+//!
+//! A block in the index belongs to it. A match pins the deepest node of the prefix it found, and a node is
+//! held while it or any descendant is pinned; everything else is *cached* and can be evicted, all of it, from
+//! the leaves' tails. The idea, the memory picture and the trade-offs: `docs/notes/prefix-index.md`.
+//!
+//! # Concurrency
+//! Each namespace has its own locks: calls in one never wait for calls in another. Inside a namespace,
+//! matches walk side by side and wait only for a writer, which works in pieces of at most 64 blocks. Eviction
+//! takes one namespace at a time, in pieces as short. The order of eviction is exact least-recently-released
+//! when calls come from one thread.
+
+mod child_hash;
+mod encoding;
+mod evictor;
+mod extend;
+mod fingerprint;
+mod invariants;
+mod learned;
+mod matching;
+mod namespace;
+mod order;
+mod pin;
+mod scope;
+mod token_arena;
+mod tree;
+mod value_evictor;
+
+pub use extend::Extended;
+pub use fingerprint::{Adapter, Fingerprint};
+pub use pin::Pin;
+pub use scope::ShareScope;
+
+use crate::block_pool::{BlockPool, Reclaim};
+use crate::error::{Error, Result};
+use crate::ids::{AccountId, NamespaceId};
+use crate::sync::{AtomicU64, Ordering};
+use child_hash::ChildHash;
+use evictor::Evictor;
+use learned::Learner;
+use namespace::Namespaces;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use token_arena::TokenArena;
+use tree::View;
+
+/// How the next block to evict is chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EvictionPolicy {
+    /// Exact least recently released, leaves first, tail before head.
+    #[default]
+    Lru,
+    /// What is least likely to be used again soon, by what the stream has shown so far.
+    Learned,
+}
+
+impl std::str::FromStr for EvictionPolicy {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "lru" => Ok(Self::Lru),
+            "learned" => Ok(Self::Learned),
+            _ => {
+                Err(Error::invalid(format!("eviction policy {name:?} is not known; there are: lru, learned")))
+            }
+        }
+    }
+}
+
+/// Settings of an index.
+#[derive(Clone, Copy, Debug)]
+pub struct IndexConfig {
+    /// Tokens in a block.
+    pub block_size: u32,
+    /// Which cached block goes first.
+    pub eviction: EvictionPolicy,
+}
+
+/// Finds reusable prefixes and keeps their blocks.
+pub struct PrefixIndex {
+    pool: Arc<BlockPool>,
+    config: IndexConfig,
+    arena: TokenArena,
+    hash: ChildHash,
+    namespaces: Namespaces,
+    evictor: Evictor,
+    /// Counts releases. Only its order in one thread matters.
+    clock: AtomicU64,
+    /// There under the `learned` policy.
+    learned: Option<Learned>,
+}
+
+/// The learner, and the key of its digests.
+struct Learned {
+    learner: Mutex<Learner>,
+    hash: ChildHash,
+}
+
+impl Learned {
+    fn lock(&self) -> MutexGuard<'_, Learner> {
+        self.learner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl PrefixIndex {
+    /// An empty index over the blocks of `pool`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the block size is zero.
+    pub fn new(pool: Arc<BlockPool>, config: IndexConfig) -> Result<Arc<Self>> {
+        let hash = ChildHash::keyed(config.block_size as usize);
+        Self::with_hash(pool, config, hash)
+    }
+
+    /// An index whose internal hash is a constant. Every answer is the same, only slower: the tests' proof that
+    /// no collision can matter.
+    ///
+    /// # Errors
+    /// As [`PrefixIndex::new`].
+    #[doc(hidden)]
+    pub fn with_constant_hash(pool: Arc<BlockPool>, config: IndexConfig) -> Result<Arc<Self>> {
+        Self::with_hash(pool, config, ChildHash::Constant)
+    }
+
+    fn with_hash(pool: Arc<BlockPool>, config: IndexConfig, hash: ChildHash) -> Result<Arc<Self>> {
+        if config.block_size == 0 {
+            return Err(Error::invalid("block_size must be at least 1, is 0"));
+        }
+        let arena = TokenArena::new(pool.num_blocks(), config.block_size as usize);
+        let learned = (config.eviction == EvictionPolicy::Learned).then(|| Learned {
+            learner: Mutex::new(Learner::new()),
+            hash: ChildHash::keyed(config.block_size as usize),
+        });
+        let namespaces = Namespaces::new(if learned.is_some() { learned::NUM_CLASSES } else { 1 });
+        let (evictor, clock) = (Evictor::new(), AtomicU64::new(1));
+        Ok(Arc::new(Self { pool, config, arena, hash, namespaces, evictor, clock, learned }))
+    }
+
+    /// The integer of (scope, fingerprint): the same for equal pairs, another one if any field differs.
+    /// `account` is charged for the blocks of it that are held.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the namespace is known and charged to another account.
+    pub fn namespace(
+        &self,
+        scope: &ShareScope,
+        fingerprint: &Fingerprint,
+        account: AccountId,
+    ) -> Result<NamespaceId> {
+        self.namespaces.intern(scope, fingerprint, account)
+    }
+
+    /// The settings.
+    #[must_use]
+    pub fn config(&self) -> IndexConfig {
+        self.config
+    }
+
+    /// The pool whose blocks it keeps.
+    #[must_use]
+    pub fn pool(&self) -> &Arc<BlockPool> {
+        &self.pool
+    }
+
+    /// How many namespaces have been interned.
+    #[must_use]
+    pub fn num_namespaces(&self) -> u32 {
+        self.namespaces.len()
+    }
+
+    /// Evicts up to `num_blocks` cached blocks, the one released longest ago first; returns how many.
+    ///
+    /// # Complexity
+    /// Constant per block, and the logarithm of the number of namespaces per change of namespace.
+    pub fn evict(&self, num_blocks: u32) -> u32 {
+        let num_blocks = num_blocks as usize;
+        let evicted = match &self.learned {
+            None => self.evictor.evict(&self.pool, &self.namespaces, num_blocks),
+            Some(learned) => {
+                let values = learned.lock().values();
+                self.evictor.evict_by_value(&self.pool, &self.namespaces, num_blocks, &values)
+            }
+        };
+        evicted as u32
+    }
+
+    /// Evicts everything that is not held.
+    pub fn clear(&self) {
+        self.evict(u32::MAX);
+    }
+
+    /// Bytes used besides the token rows.
+    #[must_use]
+    pub fn memory_bytes(&self) -> usize {
+        let of_namespace = |id| {
+            let namespace = self.namespaces.get(NamespaceId(id)).ok()?;
+            let tree = namespace.read_tree().memory_bytes();
+            Some(tree + namespace.lock_order().memory_bytes())
+        };
+        (0..self.namespaces.len()).filter_map(of_namespace).sum()
+    }
+
+    /// A tree's way to read itself. Only for holders of a tree's lock, which is every caller in this module.
+    fn view(&self) -> View<'_> {
+        // SAFETY: views are made after a tree's lock was taken and dropped before it is let go, and are given
+        // only that tree's blocks (`matching`, `extend` and `invariants`, each right below its lock).
+        unsafe { View::new(&self.arena, &self.hash, self.config.block_size as usize) }
+    }
+
+    /// The tick of a release.
+    fn tick(&self) -> u64 {
+        // Relaxed: pairs with nothing. Stamps order releases; those of one namespace are taken under its
+        // order lock, and between namespaces an exact order is promised for one thread only.
+        self.clock.fetch_add(1, Ordering::Relaxed)
+    }
+}
+
+impl Reclaim for PrefixIndex {
+    fn reclaim(&self, _account: AccountId, num_blocks: u32) -> u32 {
+        self.evict(num_blocks)
+    }
+}

@@ -1,0 +1,182 @@
+//! Looking prefixes up and pinning them.
+
+use super::learned::History;
+use super::namespace::Namespace;
+use super::tree::ROOT;
+use super::{Pin, PrefixIndex};
+use crate::error::Result;
+use crate::ids::{BlockHandle, NamespaceId};
+use std::sync::Arc;
+
+impl PrefixIndex {
+    /// Pins the longest cached prefix of `tokens` and appends its blocks to `blocks`, first to last.
+    ///
+    /// At most `tokens.len() - 1` tokens are matched, in whole blocks: the last token is always computed,
+    /// since its logits are needed. A prefix that only another namespace has is absent here.
+    ///
+    /// # Errors
+    /// `OutOfBlocks` or `OverQuota` if there is no capacity to hold the path: nothing is pinned, `blocks` is
+    /// as it was. `InvalidArgument` for an unknown namespace.
+    ///
+    /// # Concurrency
+    /// Runs beside other matches; waits for a writer of the same namespace only.
+    pub fn match_prefix(
+        self: &Arc<Self>,
+        namespace: NamespaceId,
+        tokens: &[u32],
+        blocks: &mut Vec<BlockHandle>,
+    ) -> Result<Pin> {
+        self.match_at_most(namespace, self.without_last(tokens), blocks)
+    }
+
+    /// Like [`PrefixIndex::match_prefix`], but matches all whole blocks of `tokens`, the last one too: for
+    /// replays and for callers that append tokens anyway.
+    ///
+    /// # Errors
+    /// As [`PrefixIndex::match_prefix`].
+    pub fn match_whole(
+        self: &Arc<Self>,
+        namespace: NamespaceId,
+        tokens: &[u32],
+        blocks: &mut Vec<BlockHandle>,
+    ) -> Result<Pin> {
+        self.match_at_most(namespace, tokens, blocks)
+    }
+
+    /// How many tokens [`PrefixIndex::match_prefix`] would find now. Pins and touches nothing.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an unknown namespace.
+    pub fn peek_prefix(&self, namespace: NamespaceId, tokens: &[u32]) -> Result<usize> {
+        let namespace = self.namespaces.get(namespace)?;
+        let tree = namespace.read_tree();
+        let matched = tree.count_matched(&self.view(), ROOT, self.without_last(tokens));
+        Ok(matched * self.config.block_size as usize)
+    }
+
+    /// A pin of the empty prefix.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an unknown namespace.
+    pub fn root(self: &Arc<Self>, namespace: NamespaceId) -> Result<Pin> {
+        self.namespaces.get(namespace)?.lock_order().hold(ROOT);
+        let history = self.history(&[], 0);
+        Ok(Pin { index: Arc::clone(self), namespace, node: ROOT, num_blocks: 0, is_own_node: false, history })
+    }
+
+    fn without_last<'a>(&self, tokens: &'a [u32]) -> &'a [u32] {
+        &tokens[..tokens.len().saturating_sub(1)]
+    }
+
+    fn match_at_most(
+        self: &Arc<Self>,
+        id: NamespaceId,
+        tokens: &[u32],
+        blocks: &mut Vec<BlockHandle>,
+    ) -> Result<Pin> {
+        let namespace = self.namespaces.get(id)?;
+        let before = blocks.len();
+        let (node, num_blocks) = match self.match_shared(namespace, tokens, blocks).unwrap_or_else(|| {
+            blocks.truncate(before);
+            self.match_exclusive(namespace, tokens, blocks)
+        }) {
+            Ok(found) => found,
+            Err(error) => {
+                blocks.truncate(before);
+                return Err(error);
+            }
+        };
+        let history = self.history(tokens, num_blocks);
+        Ok(Pin {
+            index: Arc::clone(self),
+            namespace: id,
+            node,
+            num_blocks: num_blocks as u32,
+            is_own_node: false,
+            history,
+        })
+    }
+
+    /// Matches under the shared lock. `None` if a node must be split.
+    fn match_shared(
+        &self,
+        namespace: &Namespace,
+        tokens: &[u32],
+        blocks: &mut Vec<BlockHandle>,
+    ) -> Option<Result<(u32, usize)>> {
+        let tree = namespace.read_tree();
+        let place = tree.walk(&self.view(), ROOT, tokens, blocks);
+        if place.is_partial {
+            return None;
+        }
+        // The tree's lock is still held: nobody can evict the node before it is pinned.
+        Some(self.hold(namespace, place.node).map(|()| (place.node, place.num_blocks)))
+    }
+
+    /// Matches under the exclusive lock, and splits the node inside which the match ends.
+    fn match_exclusive(
+        &self,
+        namespace: &Namespace,
+        tokens: &[u32],
+        blocks: &mut Vec<BlockHandle>,
+    ) -> Result<(u32, usize)> {
+        let mut tree = namespace.write_tree();
+        let view = self.view();
+        let place = tree.walk(&view, ROOT, tokens, blocks);
+        let mut node = place.node;
+        if place.is_partial {
+            node = tree.split(&view, place.node, place.offset);
+            namespace.lock_order().split(place.node, node, place.offset as u32);
+        }
+        self.hold(namespace, node).map(|()| (node, place.num_blocks))
+    }
+
+    /// Pins a node of a tree whose lock the caller has: capacity first, then the holds.
+    fn hold(&self, namespace: &Namespace, node: u32) -> Result<()> {
+        let mut order = namespace.lock_order();
+        let num_blocks = order.unheld_blocks(node);
+        if num_blocks > 0 {
+            self.pool.hold_cached(namespace.account, num_blocks)?;
+        }
+        order.hold(node);
+        Ok(())
+    }
+
+    /// What the `learned` policy makes of a prompt; nothing under another policy.
+    fn history(&self, tokens: &[u32], num_matched: usize) -> History {
+        let Some(learned) = &self.learned else { return History::default() };
+        let chain = |digest: &mut u64, block: &[u32]| {
+            *digest = learned.hash.chain(*digest, block);
+            Some(*digest)
+        };
+        let blocks = tokens.chunks_exact(self.config.block_size as usize);
+        let digests: Vec<u64> = blocks.scan(0, chain).collect();
+        learned.lock().look_up(&digests, tokens.len(), num_matched)
+    }
+
+    /// Takes a pin away. The last one on a path gives its capacity back.
+    pub(super) fn unpin(&self, pin: &Pin) {
+        let Ok(namespace) = self.namespaces.get(pin.namespace) else { return };
+        let time = self.learned.as_ref().map(|learned| {
+            let mut learner = learned.lock();
+            let now = learner.now();
+            learner.finish(&pin.history);
+            now
+        });
+        let mut order = namespace.lock_order();
+        let stamp = time.unwrap_or_else(|| self.tick());
+        let depth = pin.num_blocks;
+        let num_blocks = order.release(pin.node, stamp, |below| pin.history.class_at(depth - below));
+        if num_blocks == 0 {
+            return;
+        }
+        match self.pool.unhold_cached(namespace.account, num_blocks) {
+            Ok(None) => {}
+            Ok(Some(epoch)) => order.fence(stamp, epoch),
+            Err(error) => debug_assert!(false, "what a pin held can be given back: {error}"),
+        }
+        if !std::mem::replace(&mut order.is_queued, true) {
+            self.evictor.announce(pin.namespace);
+        }
+    }
+}

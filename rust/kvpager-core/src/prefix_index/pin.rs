@@ -1,0 +1,51 @@
+//! A pinned prefix.
+
+use super::PrefixIndex;
+use super::learned::History;
+use crate::ids::NamespaceId;
+use std::sync::Arc;
+
+/// Keeps a prefix from being evicted until it is dropped.
+///
+/// The pin is on the deepest node of the prefix; every block above stays held with it. Not `Clone`: one pin,
+/// one release.
+pub struct Pin {
+    pub(super) index: Arc<PrefixIndex>,
+    pub(super) namespace: NamespaceId,
+    pub(super) node: u32,
+    pub(super) num_blocks: u32,
+    /// Whether this pin's extension made the node.
+    pub(super) is_own_node: bool,
+    /// What the `learned` policy knows of it.
+    pub(super) history: History,
+}
+
+impl Pin {
+    /// Blocks of the pinned prefix.
+    #[must_use]
+    pub fn num_blocks(&self) -> usize {
+        self.num_blocks as usize
+    }
+
+    /// The namespace it was matched in.
+    #[must_use]
+    pub fn namespace(&self) -> NamespaceId {
+        self.namespace
+    }
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        self.index.unpin(self);
+    }
+}
+
+impl std::fmt::Debug for Pin {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pin")
+            .field("namespace", &self.namespace)
+            .field("node", &self.node)
+            .field("num_blocks", &self.num_blocks)
+            .finish()
+    }
+}

@@ -1,0 +1,292 @@
+//! The structure of one namespace: nodes of whole blocks, found by their first block.
+
+use super::child_hash::ChildHash;
+use super::token_arena::{TokenArena, same_tokens};
+use crate::ids::BlockHandle;
+use hashbrown::HashTable;
+
+/// The empty prefix. Always there, has no blocks.
+pub(super) const ROOT: u32 = 0;
+
+/// One compressed edge with the node at its end.
+pub(super) struct Node {
+    /// The edge's blocks, first to last. Empty for the root and for a vacant slot, never for another node.
+    pub(super) blocks: Vec<BlockHandle>,
+    /// The node above; of a vacant slot the next vacant one.
+    pub(super) parent: u32,
+    /// Hash of (parent, first block), by which the table finds this node.
+    hash: u32,
+    /// Nodes whose parent this is.
+    pub(super) num_children: u32,
+    /// How often this slot was vacated.
+    pub(super) generation: u32,
+}
+
+/// Where a walk ended.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    /// The deepest node that took part.
+    pub(super) node: u32,
+    /// How many of its blocks matched: all, or some if the walk ended inside.
+    pub(super) offset: usize,
+    /// Whether the walk ended inside the node.
+    pub(super) is_partial: bool,
+    /// Blocks matched below the start.
+    pub(super) num_blocks: usize,
+}
+
+/// Nodes of one namespace, addressed by index.
+pub(super) struct Tree {
+    nodes: Vec<Node>,
+    vacant: u32,
+    /// Every node but the root, by the hash of its parent and its first block.
+    children: HashTable<u32>,
+}
+
+const NO_NODE: u32 = u32::MAX;
+
+impl Tree {
+    pub(super) fn new() -> Self {
+        let root = Node { blocks: Vec::new(), parent: NO_NODE, hash: 0, num_children: 0, generation: 0 };
+        Self { nodes: vec![root], vacant: NO_NODE, children: HashTable::new() }
+    }
+
+    /// A node by its index.
+    #[inline]
+    pub(super) fn node(&self, id: u32) -> &Node {
+        &self.nodes[id as usize]
+    }
+
+    /// Slots, vacant ones included.
+    pub(super) fn num_slots(&self) -> u32 {
+        self.nodes.len() as u32
+    }
+
+    /// Whether the slot has a node.
+    pub(super) fn is_live(&self, id: u32) -> bool {
+        id == ROOT || !self.node(id).blocks.is_empty()
+    }
+
+    /// Nodes in the table of children, that is all but the root.
+    pub(super) fn num_children(&self) -> usize {
+        self.children.len()
+    }
+
+    /// Bytes of the node array, the edges and the table.
+    pub(super) fn memory_bytes(&self) -> usize {
+        let edges: usize = self.nodes.iter().map(|n| n.blocks.capacity() * size_of::<BlockHandle>()).sum();
+        self.nodes.capacity() * size_of::<Node>() + edges + self.children.allocation_size()
+    }
+
+    /// Follows `tokens` down from `start` for at most `max_blocks` whole blocks; matched blocks go to `out`.
+    pub(super) fn walk(
+        &self,
+        at: &View<'_>,
+        start: u32,
+        tokens: &[u32],
+        out: &mut Vec<BlockHandle>,
+    ) -> Place {
+        let mut place = Place { node: start, offset: 0, is_partial: false, num_blocks: 0 };
+        place.offset = self.node(start).blocks.len();
+        let mut rest = tokens;
+        while rest.len() >= at.block_size {
+            let Some(child) = self.find_child(at, place.node, &rest[..at.block_size]) else { break };
+            let blocks = &self.node(child).blocks;
+            let matched = 1 + count_equal(at, &blocks[1..], &rest[at.block_size..]);
+            out.extend_from_slice(&blocks[..matched]);
+            place.node = child;
+            place.offset = matched;
+            place.num_blocks += matched;
+            if matched < blocks.len() {
+                place.is_partial = true;
+                break;
+            }
+            rest = &rest[matched * at.block_size..];
+        }
+        place
+    }
+
+    /// Blocks that a walk from `start` would match.
+    pub(super) fn count_matched(&self, at: &View<'_>, start: u32, tokens: &[u32]) -> usize {
+        let (mut node, mut rest, mut total) = (start, tokens, 0);
+        while rest.len() >= at.block_size {
+            let Some(child) = self.find_child(at, node, &rest[..at.block_size]) else { break };
+            let blocks = &self.node(child).blocks;
+            let matched = 1 + count_equal(at, &blocks[1..], &rest[at.block_size..]);
+            total += matched;
+            if matched < blocks.len() {
+                break;
+            }
+            (node, rest) = (child, &rest[matched * at.block_size..]);
+        }
+        total
+    }
+
+    fn find_child(&self, at: &View<'_>, parent: u32, block: &[u32]) -> Option<u32> {
+        if self.node(parent).num_children == 0 {
+            return None;
+        }
+        let hash = at.hash.hash(parent, block);
+        let is_child = |&id: &u32| {
+            let node = self.node(id);
+            node.hash == hash && node.parent == parent && same_tokens(at.row(node.blocks[0]), block)
+        };
+        self.children.find(ChildHash::spread(hash), is_child).copied()
+    }
+
+    /// Makes a node of `blocks`, whose rows are written, below `parent`.
+    pub(super) fn add_child(&mut self, at: &View<'_>, parent: u32, blocks: Vec<BlockHandle>) -> u32 {
+        let hash = at.hash.hash(parent, at.row(blocks[0]));
+        let id = self.occupy(Node { blocks, parent, hash, num_children: 0, generation: 0 });
+        self.nodes[parent as usize].num_children += 1;
+        self.enter(id);
+        id
+    }
+
+    /// Lengthens a leaf in place.
+    pub(super) fn append(&mut self, id: u32, blocks: &[BlockHandle]) {
+        debug_assert!(id != ROOT && self.node(id).num_children == 0);
+        self.nodes[id as usize].blocks.extend_from_slice(blocks);
+    }
+
+    /// Cuts a node after `offset` blocks: a new node takes the head, `id` keeps the tail, its children and its
+    /// pins. Returns the head.
+    pub(super) fn split(&mut self, at: &View<'_>, id: u32, offset: usize) -> u32 {
+        self.withdraw(id);
+        let node = &mut self.nodes[id as usize];
+        debug_assert!(0 < offset && offset < node.blocks.len());
+        let tail = node.blocks.split_off(offset);
+        let head_blocks = std::mem::replace(&mut node.blocks, tail);
+        let (parent, hash) = (node.parent, node.hash);
+        let head = self.occupy(Node { blocks: head_blocks, parent, hash, num_children: 1, generation: 0 });
+        self.enter(head);
+        let first = self.node(id).blocks[0];
+        let hash = at.hash.hash(head, at.row(first));
+        let node = &mut self.nodes[id as usize];
+        node.parent = head;
+        node.hash = hash;
+        self.enter(id);
+        head
+    }
+
+    /// Takes up to `max_blocks` from a leaf's tail, deepest first, and removes the leaf once it is empty.
+    pub(super) fn take_tail(&mut self, id: u32, max_blocks: usize, out: &mut Vec<BlockHandle>) -> TailTaken {
+        let node = &mut self.nodes[id as usize];
+        debug_assert!(id != ROOT && node.num_children == 0);
+        let keep = node.blocks.len().saturating_sub(max_blocks);
+        let num_blocks = node.blocks.len() - keep;
+        if keep > 0 {
+            out.extend(node.blocks.drain(keep..).rev());
+            return TailTaken { num_blocks, is_removed: false };
+        }
+        self.withdraw(id);
+        let node = &mut self.nodes[id as usize];
+        out.extend(std::mem::take(&mut node.blocks).into_iter().rev());
+        let parent = std::mem::replace(&mut node.parent, self.vacant);
+        node.generation = node.generation.wrapping_add(1);
+        self.vacant = id;
+        self.nodes[parent as usize].num_children -= 1;
+        TailTaken { num_blocks, is_removed: true }
+    }
+
+    fn occupy(&mut self, node: Node) -> u32 {
+        let id = self.vacant;
+        if id == NO_NODE {
+            self.nodes.push(node);
+            return self.num_slots() - 1;
+        }
+        let slot = &mut self.nodes[id as usize];
+        self.vacant = slot.parent;
+        *slot = Node { generation: slot.generation, ..node };
+        id
+    }
+
+    fn enter(&mut self, id: u32) {
+        let nodes = &self.nodes;
+        let hash = ChildHash::spread(nodes[id as usize].hash);
+        self.children.insert_unique(hash, id, |&other| ChildHash::spread(nodes[other as usize].hash));
+    }
+
+    fn withdraw(&mut self, id: u32) {
+        let hash = ChildHash::spread(self.node(id).hash);
+        if let Ok(entry) = self.children.find_entry(hash, |&other| other == id) {
+            entry.remove();
+        }
+    }
+}
+
+/// What [`Tree::take_tail`] took.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TailTaken {
+    /// Blocks taken.
+    pub(super) num_blocks: usize,
+    /// Whether the node is gone.
+    pub(super) is_removed: bool,
+}
+
+/// What a tree needs of its index to read itself: made only by a holder of the tree's lock.
+pub(super) struct View<'a> {
+    arena: &'a TokenArena,
+    hash: &'a ChildHash,
+    block_size: usize,
+}
+
+impl<'a> View<'a> {
+    /// # Safety
+    /// The caller holds the tree's lock for as long as it uses the view, and passes only blocks of that tree.
+    pub(super) unsafe fn new(arena: &'a TokenArena, hash: &'a ChildHash, block_size: usize) -> Self {
+        Self { arena, hash, block_size }
+    }
+
+    #[inline]
+    pub(super) fn row(&self, block: BlockHandle) -> &[u32] {
+        // SAFETY: whoever made the view holds the tree's lock, and the block is one of that tree's.
+        unsafe { self.arena.row(block.id()) }
+    }
+
+    #[inline]
+    fn rows(&self, first: BlockHandle, num_blocks: usize) -> &[u32] {
+        // SAFETY: as for `row`; the caller found the ids of that many blocks of the tree consecutive.
+        unsafe { self.arena.rows(first.id(), num_blocks) }
+    }
+}
+
+/// How many leading blocks have the tokens that follow.
+///
+/// Blocks that were allocated together have consecutive ids, so their rows are one piece of memory and are
+/// compared as one.
+#[inline]
+fn count_equal(at: &View<'_>, blocks: &[BlockHandle], tokens: &[u32]) -> usize {
+    let limit = blocks.len().min(tokens.len() / at.block_size);
+    let mut count = 0;
+    while count < limit {
+        let run = run_length(&blocks[count..limit]);
+        let expected = &tokens[count * at.block_size..][..run * at.block_size];
+        if run >= MIN_RUN && at.rows(blocks[count], run) == expected {
+            count += run;
+            continue;
+        }
+        let matched = count_equal_rows(at, &blocks[count..count + run], expected);
+        count += matched;
+        if matched < run {
+            break;
+        }
+    }
+    count
+}
+
+/// Rows worth a call of the library's comparison.
+const MIN_RUN: usize = 4;
+
+/// How many leading blocks have consecutive ids.
+#[inline]
+fn run_length(blocks: &[BlockHandle]) -> usize {
+    1 + blocks.windows(2).take_while(|pair| pair[1].id().0 == pair[0].id().0.wrapping_add(1)).count()
+}
+
+/// [`count_equal`] row by row.
+#[inline]
+fn count_equal_rows(at: &View<'_>, blocks: &[BlockHandle], tokens: &[u32]) -> usize {
+    let expected = tokens.chunks_exact(at.block_size);
+    blocks.iter().zip(expected).take_while(|(block, expected)| same_tokens(at.row(**block), expected)).count()
+}

@@ -1,0 +1,103 @@
+//! `Match`: a pinned prefix that releases itself.
+
+use crate::error::IntoPyResult;
+use kvpager_core::prefix_index::Pin;
+use kvpager_core::{BlockHandle, Error};
+use numpy::PyArray1;
+use pyo3::prelude::*;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// A pinned prefix. Its blocks cannot be evicted until `release`, the end of a `with` block, or its end.
+#[pyclass(name = "Match", module = "kvpager", frozen)]
+pub(crate) struct PyMatch {
+    held: Mutex<Option<Held>>,
+    namespace: u32,
+    block_size: usize,
+}
+
+/// What an unreleased match has.
+pub(super) struct Held {
+    pub(super) pin: Pin,
+    pub(super) blocks: Vec<BlockHandle>,
+}
+
+impl PyMatch {
+    pub(super) fn new(pin: Pin, blocks: Vec<BlockHandle>, block_size: usize) -> Self {
+        let namespace = pin.namespace().0;
+        Self { held: Mutex::new(Some(Held { pin, blocks })), namespace, block_size }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Held>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs `f` on what is held, or says that the match was released.
+    pub(super) fn with<T>(&self, f: impl FnOnce(&mut Held) -> kvpager_core::Result<T>) -> PyResult<T> {
+        let released = || Error::WrongState("the match was released".into());
+        self.lock().as_mut().ok_or_else(released).and_then(f).py()
+    }
+}
+
+#[pymethods]
+impl PyMatch {
+    /// Tokens of the pinned prefix.
+    #[getter]
+    fn num_tokens(&self) -> PyResult<usize> {
+        self.with(|held| Ok(held.pin.num_blocks() * self.block_size))
+    }
+
+    /// Blocks of the pinned prefix.
+    #[getter]
+    fn num_blocks(&self) -> PyResult<usize> {
+        self.with(|held| Ok(held.pin.num_blocks()))
+    }
+
+    /// The namespace it was matched in.
+    #[getter]
+    fn namespace(&self) -> u32 {
+        self.namespace
+    }
+
+    /// Ids of the blocks, first to last.
+    #[getter]
+    fn block_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let ids = self.with(|held| Ok(held.blocks.iter().map(|block| block.id().0 as i32).collect()))?;
+        Ok(PyArray1::from_vec(py, ids))
+    }
+
+    /// Handles of the blocks, first to last.
+    #[getter]
+    fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let bits = self.with(|held| Ok(held.blocks.iter().map(|block| block.to_bits()).collect()))?;
+        Ok(PyArray1::from_vec(py, bits))
+    }
+
+    /// Whether it was released.
+    #[getter]
+    fn is_released(&self) -> bool {
+        self.lock().is_none()
+    }
+
+    /// Releases the pin now. Again is nothing.
+    fn release(&self) {
+        drop(self.lock().take());
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, _exception: &Bound<'_, pyo3::types::PyTuple>) {
+        self.release();
+    }
+
+    fn __repr__(&self) -> String {
+        match &*self.lock() {
+            Some(held) => {
+                format!("Match(namespace={}, num_blocks={})", self.namespace, held.pin.num_blocks())
+            }
+            None => format!("Match(namespace={}, released)", self.namespace),
+        }
+    }
+}

@@ -1,0 +1,35 @@
+//! Token arrays in: `uint32` NumPy arrays are read in place, anything else of integers is converted.
+
+use crate::arrays::read_ints;
+use crate::error::invalid;
+use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1};
+use pyo3::prelude::*;
+
+/// Token ids as a caller passed them.
+pub(super) enum Tokens<'py> {
+    /// A contiguous `uint32` array, borrowed.
+    Borrowed(PyReadonlyArray1<'py, u32>),
+    /// Converted ids.
+    Converted(Vec<u32>),
+}
+
+impl<'py> Tokens<'py> {
+    /// Reads one prompt. `name` is the argument's name, for errors.
+    pub(super) fn read(object: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
+        if let Ok(array) = object.cast::<PyArray1<u32>>()
+            && let Ok(borrowed) = array.try_readonly()
+            && borrowed.as_slice().is_ok()
+        {
+            return Ok(Self::Borrowed(borrowed));
+        }
+        Ok(Self::Converted(read_ints(object, name)?))
+    }
+
+    /// The ids.
+    pub(super) fn as_slice(&self) -> PyResult<&[u32]> {
+        match self {
+            Self::Borrowed(array) => array.as_slice().map_err(|error| invalid(error.to_string())),
+            Self::Converted(ids) => Ok(ids),
+        }
+    }
+}
