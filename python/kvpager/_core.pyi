@@ -333,14 +333,15 @@ class PrefixIndex:
         """Bytes used besides the token rows."""
 
     def namespace(
-        self, scope: ShareScope, fingerprint: Fingerprint | None = None, *, account: int = 0
+        self, scope: ShareScope, fingerprint: Fingerprint | None = None, *, account: int | None = None
     ) -> int:
         """The number of (scope, fingerprint): equal for equal pairs, another one if any field differs.
 
         Args:
             scope: who may share.
             fingerprint: what must be equal; `None` is the one in which nothing is stated.
-            account: the pool's account that is charged for held blocks of it.
+            account: the pool's account that is charged for held blocks of it; `None` is one that the index
+                opens for itself, without a guarantee and limited by the pool alone.
 
         Raises:
             InvalidArgumentError: the namespace is charged to another account.

@@ -15,6 +15,7 @@ mod encoding;
 mod evictor;
 mod extend;
 mod fingerprint;
+mod insert;
 mod invariants;
 mod learned;
 mod matching;

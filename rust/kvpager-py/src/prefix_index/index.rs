@@ -6,11 +6,12 @@ use super::tokens::Tokens;
 use crate::arrays::read_ints;
 use crate::block_pool::PyBlockPool;
 use crate::error::{IntoPyResult, invalid};
+use kvpager_core::block_pool::Quota;
 use kvpager_core::prefix_index::{Fingerprint, IndexConfig, Pin, PrefixIndex};
 use kvpager_core::{AccountId, BlockHandle, NamespaceId};
 use numpy::PyArray1;
 use pyo3::prelude::*;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Work of more tokens than this is done with the interpreter released.
 const MAX_TOKENS_ATTACHED: usize = 4096;
@@ -20,9 +21,20 @@ const MAX_TOKENS_ATTACHED: usize = 4096;
 pub(crate) struct PyPrefixIndex {
     pub(crate) inner: Arc<PrefixIndex>,
     block_size: usize,
+    /// The account of namespaces that name none. Opened when first needed.
+    account: OnceLock<AccountId>,
 }
 
 impl PyPrefixIndex {
+    fn default_account(&self) -> kvpager_core::Result<AccountId> {
+        if let Some(&account) = self.account.get() {
+            return Ok(account);
+        }
+        let pool = self.inner.pool();
+        let opened = pool.add_account(Quota { guaranteed: 0, limit: pool.num_blocks() })?;
+        Ok(*self.account.get_or_init(|| opened))
+    }
+
     fn match_one(
         &self,
         namespace: NamespaceId,
@@ -46,7 +58,7 @@ impl PyPrefixIndex {
     fn new(pool: &PyBlockPool, block_size: u32, eviction: &str) -> PyResult<Self> {
         let config = IndexConfig { block_size, eviction: eviction.parse::<_>().py()? };
         let inner = PrefixIndex::new(Arc::clone(&pool.0), config).py()?;
-        Ok(Self { inner, block_size: block_size as usize })
+        Ok(Self { inner, block_size: block_size as usize, account: OnceLock::new() })
     }
 
     /// Tokens in a block.
@@ -62,16 +74,17 @@ impl PyPrefixIndex {
     }
 
     /// The number of (scope, fingerprint): equal for equal pairs, another one if any field differs.
-    #[pyo3(signature = (scope, fingerprint=None, *, account=0))]
+    #[pyo3(signature = (scope, fingerprint=None, *, account=None))]
     fn namespace(
         &self,
         scope: &PyShareScope,
         fingerprint: Option<&PyFingerprint>,
-        account: u32,
+        account: Option<u32>,
     ) -> PyResult<u32> {
         let absent = Fingerprint::default();
         let fingerprint = fingerprint.map_or(&absent, |fingerprint| &fingerprint.inner);
-        Ok(self.inner.namespace(&scope.inner, fingerprint, AccountId(account)).py()?.0)
+        let account = account.map_or_else(|| self.default_account(), |id| Ok(AccountId(id))).py()?;
+        Ok(self.inner.namespace(&scope.inner, fingerprint, account).py()?.0)
     }
 
     /// Pins the longest cached prefix of `tokens`.
@@ -123,6 +136,24 @@ impl PyPrefixIndex {
     fn root(&self, namespace: i64) -> PyResult<PyMatch> {
         let pin = self.inner.root(namespace_id(namespace)?).py()?;
         Ok(PyMatch::new(pin, Vec::new(), self.block_size))
+    }
+
+    /// Makes every whole block of `tokens` resident and pins it; returns the match and the tokens found resident.
+    fn insert_prefix(
+        &self,
+        py: Python<'_>,
+        namespace: i64,
+        tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<(PyMatch, usize)> {
+        let namespace = namespace_id(namespace)?;
+        let tokens = Tokens::read(tokens, "tokens")?;
+        let tokens = tokens.as_slice()?;
+        let insert = || {
+            let mut blocks = Vec::with_capacity(tokens.len() / self.block_size);
+            let (pin, num_matched) = self.inner.insert_prefix(namespace, tokens, &mut blocks)?;
+            Ok((PyMatch::new(pin, blocks, self.block_size), num_matched * self.block_size))
+        };
+        if tokens.len() <= MAX_TOKENS_ATTACHED { insert().py() } else { py.detach(insert).py() }
     }
 
     /// Inserts whole blocks below a match and moves it to the new deepest node.
