@@ -375,6 +375,21 @@ class PrefixIndex:
     def root(self, namespace: int) -> Match:
         """A match of the empty prefix, to insert below."""
 
+    def insert_prefix(
+        self, namespace: int, tokens: npt.NDArray[np.integer] | Sequence[int]
+    ) -> tuple[Match, int]:
+        """Makes every whole block of `tokens` resident and pins it, evicting cached blocks if it must.
+
+        For replays, warming and tests; a scheduler allocates first and inserts when the content is there.
+
+        Returns:
+            (match, tokens that were resident already).
+
+        Raises:
+            OutOfBlocksError: there is no room. Nothing is pinned or inserted.
+            OverQuotaError: the account's limit leaves no room.
+        """
+
     def extend(
         self,
         pinned: Match,
