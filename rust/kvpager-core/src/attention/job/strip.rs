@@ -177,15 +177,20 @@ impl<'a> StripRun<'a> {
             values: [std::ptr::null(); TILE],
             slots: [(0, 0); TILE],
         };
-        for index in 0..TILE {
-            let position = (first + index).min(end - 1);
-            let block = (position - self.strip.first_position) / self.shape.block_size;
-            let id = checked.blocks[self.strip.blocks + block];
-            let offset = position % self.shape.block_size;
+        let (shift, mask) = (self.shape.block_size.trailing_zeros(), self.shape.block_size - 1);
+        let blocks = &checked.blocks[self.strip.blocks..];
+        for index in 0..tile.num_keys {
+            let position = first + index;
+            let id = blocks[(position - self.strip.first_position) >> shift];
+            let offset = position & mask;
             tile.keys[index] = request.k_cache.at([id as usize, offset, 0, 0]);
             tile.values[index] = request.v_cache.at([id as usize, offset, 0, 0]);
             tile.slots[index] = (id, offset as u32);
         }
+        let last = tile.num_keys - 1;
+        let (key, value) = (tile.keys[last], tile.values[last]);
+        tile.keys[last..].fill(key);
+        tile.values[last..].fill(value);
         tile
     }
 

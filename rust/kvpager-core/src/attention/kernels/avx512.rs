@@ -86,7 +86,7 @@ operations! {
     }
     fn prefetch(at: *const u8) -> () {
         // A prefetch of any address is allowed: it reads nothing.
-        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+        _mm_prefetch::<_MM_HINT_T1>(at.cast());
     }
 }
 

@@ -47,7 +47,7 @@ pub(super) struct Tile {
     pub(super) key_offset: isize,
     pub(super) value_offset: isize,
     pub(super) num_keys: usize,
-    /// Rows to fetch while this tile is computed, with their offsets; null when there are none.
+    /// `TILE` rows each to fetch while this tile is computed, with their offsets; null when there are none.
     pub(super) next_keys: *const *const u8,
     pub(super) next_values: *const *const u8,
     pub(super) next_key_offset: isize,

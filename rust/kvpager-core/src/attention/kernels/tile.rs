@@ -41,14 +41,13 @@ macro_rules! tile_kernels {
             if kind == STORED_F32 { 4 } else { 2 }
         }
 
-        /// Fetches a row of `bytes` bytes.
+        /// Fetches the cache line of element `index` of a row, where a vector of the row begins a line.
         #[inline]
         #[target_feature(enable = $features)]
-        fn prefetch_row(row: *const u8, bytes: usize) {
-            let mut at = 0;
-            while at < bytes {
+        fn fetch_vector<const KIND: u8>(row: *const u8, index: usize) {
+            let at = index * stored_size(KIND);
+            if at % 64 == 0 {
                 prefetch(row.wrapping_add(at));
-                at += 64;
             }
         }
 
@@ -97,21 +96,30 @@ macro_rules! tile_kernels {
         /// `tile` is as its type says; `row + R <= num_rows` and `key + T <= TILE`.
         #[inline]
         #[target_feature(enable = $features)]
-        unsafe fn score_block<const KIND: u8, const R: usize, const T: usize>(
+        unsafe fn score_block<const KIND: u8, const R: usize, const T: usize, const FETCH: bool>(
             tile: &Tile,
             row: usize,
             key: usize,
         ) {
             let mut acc = [zero(); LANES];
             let mut rows = [std::ptr::null::<u8>(); T];
+            let mut next = [std::ptr::null::<u8>(); T];
             // SAFETY: the pointers and rows are inside their arrays by the caller's promise.
             unsafe {
                 for t in 0..T {
                     rows[t] = (*tile.keys.add(key + t)).wrapping_offset(tile.key_offset);
+                    if FETCH {
+                        next[t] = (*tile.next_keys.add(key + t)).wrapping_offset(tile.next_key_offset);
+                    }
                 }
                 let query = tile.query.add(row * tile.key_dim);
                 let mut d = 0;
                 while d < tile.key_dim {
+                    if FETCH {
+                        for t in 0..T {
+                            fetch_vector::<KIND>(next[t], d);
+                        }
+                    }
                     let mut k = [zero(); T];
                     for t in 0..T {
                         k[t] = load_stored::<KIND>(rows[t], d);
@@ -142,18 +150,15 @@ macro_rules! tile_kernels {
         #[target_feature(enable = $features)]
         unsafe fn score_rows<const KIND: u8, const R: usize, const T: usize>(tile: &Tile, row: usize) {
             let fetch = row == 0 && !tile.next_keys.is_null();
-            let bytes = tile.key_dim * stored_size(KIND);
             let mut key = 0;
             while key < tile.num_keys {
                 // SAFETY: `T` divides `TILE`, so `key + T <= TILE`; `next_keys` has `TILE` entries.
                 unsafe {
                     if fetch {
-                        for t in 0..T {
-                            let next = *tile.next_keys.add(key + t);
-                            prefetch_row(next.wrapping_offset(tile.next_key_offset), bytes);
-                        }
+                        score_block::<KIND, R, T, true>(tile, row, key);
+                    } else {
+                        score_block::<KIND, R, T, false>(tile, row, key);
                     }
-                    score_block::<KIND, R, T>(tile, row, key);
                 }
                 key += T;
             }
@@ -236,8 +241,7 @@ macro_rules! tile_kernels {
             d: usize,
         ) {
             let mut acc = [[zero(); C]; R];
-            let fetch = row == 0 && d == 0 && !tile.next_values.is_null();
-            let bytes = tile.value_dim * stored_size(KIND);
+            let fetch = row == 0 && !tile.next_values.is_null();
             // SAFETY: rows, keys and elements are inside their arrays by the caller's promise.
             unsafe {
                 for r in 0..R {
@@ -249,8 +253,10 @@ macro_rules! tile_kernels {
                 }
                 for t in 0..tile.num_keys {
                     if fetch {
-                        let next = *tile.next_values.add(t);
-                        prefetch_row(next.wrapping_offset(tile.next_value_offset), bytes);
+                        let next = (*tile.next_values.add(t)).wrapping_offset(tile.next_value_offset);
+                        for c in 0..C {
+                            fetch_vector::<KIND>(next, d + c * LANES);
+                        }
                     }
                     let value = (*tile.values.add(t)).wrapping_offset(tile.value_offset);
                     let mut v = [zero(); C];
