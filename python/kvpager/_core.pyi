@@ -5,6 +5,9 @@ from typing import Any, Literal, Self, final
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
 
 __version__: str
 
@@ -424,6 +427,291 @@ class PrefixIndex:
         """Raises AssertionError with the first violated invariant."""
 
 # --- scheduler ----------------------------------------------------------------------------------------------
+
+@final
+class Tenant:
+    """A tenant of one scheduler: the handle that requests are submitted with."""
+
+    @property
+    def name(self) -> str:
+        """The name that its operator gave it."""
+    @property
+    def account(self) -> int:
+        """The pool account that its blocks are charged to."""
+    @property
+    def weight(self) -> float:
+        """Share of service among tenants that wait."""
+
+@final
+class FinishedRequest:
+    """The account of an ended request."""
+
+    @property
+    def request_id(self) -> int:
+        """What `submit` returned."""
+    @property
+    def tenant(self) -> Tenant:
+        """Its tenant."""
+    @property
+    def reason(self) -> Literal["stop", "length", "aborted", "error"]:
+        """Why it ended."""
+    @property
+    def detail(self) -> str | None:
+        """The reason given to `abandon`, if that ended it."""
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompt."""
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV came from the index at admission."""
+    @property
+    def output_tokens(self) -> int:
+        """Tokens sampled for it."""
+    @property
+    def steps(self) -> int:
+        """Steps in which it had tokens."""
+    @property
+    def queue_steps(self) -> int:
+        """Steps between its arrival and its admission, or its end if it never ran."""
+    @property
+    def preemptions(self) -> int:
+        """Times its blocks were taken back while it ran."""
+
+@final
+class CommitOutcome:
+    """What the end of a step did."""
+
+    @property
+    def finished(self) -> list[FinishedRequest]:
+        """Requests that ended."""
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens that came for sequences which had ended since the step was planned."""
+
+@final
+class SchedulerStats:
+    """Counts of a scheduler."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have blocks."""
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have none yet."""
+    @property
+    def steps(self) -> int:
+        """Steps planned."""
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens whose KV was computed in committed steps."""
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens that came for ended sequences."""
+    @property
+    def num_preemptions(self) -> int:
+        """Times a running sequence's blocks were taken back; always 0 under `reserve`."""
+
+@final
+class Batch:
+    """One planned step: S sequences (padding included), T tokens, R logit rows.
+
+    The arrays are read-only NumPy views, without a copy, of memory that is not reused while the batch or any
+    view of it is alive.
+    """
+
+    @property
+    def step_id(self) -> int:
+        """The step; `commit` and `abandon` name it."""
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+    @property
+    def sequence_ids(self) -> NDArray[np.uint64]:
+        """[S] decodes first, then prefill chunks, then padding (2**64 - 1)."""
+    @property
+    def query_start(self) -> NDArray[np.int32]:
+        """[S+1] token ranges of the sequences."""
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """[T] the tokens to compute."""
+    @property
+    def positions(self) -> NDArray[np.int32]:
+        """[T] their positions in their sequences."""
+    @property
+    def token_source(self) -> NDArray[np.int32]:
+        """[T] where a token id is -1: its index in the previous step's samples; else -1."""
+    @property
+    def sample_rows(self) -> NDArray[np.int32]:
+        """[R] rows of the T whose logits are needed, one for each sequence that samples."""
+    @property
+    def slot_mapping(self) -> NDArray[np.int64]:
+        """[T] where each new K and V goes; -1 for padding."""
+    @property
+    def context_lens(self) -> NDArray[np.int32]:
+        """[S] tokens visible to the last query, this step's included; 0 for padding."""
+    @property
+    def table_rows(self) -> NDArray[np.int32]:
+        """[S] rows in `block_tables`."""
+    @property
+    def table_changes(self) -> NDArray[np.int32]:
+        """[n, 3] entries of `block_tables` that changed since the last batch: (row, column, block id)."""
+    @property
+    def block_tables(self) -> NDArray[np.int32]:
+        """[rows, max_blocks] the arena of all tables; -1 past the end of a row."""
+    @property
+    def block_copies(self) -> NDArray[np.int32]:
+        """[C, 2] (from, to) block ids, to be copied before the forward pass."""
+    @property
+    def swap_out(self) -> NDArray[np.int32]:
+        """[n, 2] (device, host) block ids."""
+    @property
+    def swap_in(self) -> NDArray[np.int32]:
+        """[n, 2] (host, device) block ids."""
+    @property
+    def block_zeros(self) -> NDArray[np.int32]:
+        """[Z] block ids to be zeroed before their first write."""
+    @property
+    def finished(self) -> list[FinishedRequest]:
+        """Requests that ended outside a commit since the last batch (aborted ones)."""
+
+@final
+class Scheduler:
+    """The scheduler of one engine.
+
+    `submit`, `abort` and `stats` may be called from any thread. One engine thread calls `step`, runs the model
+    on the batch, and ends it by `commit` or `abandon`; two threads in these at once is a `WrongStateError`.
+
+    Args:
+        pool: where blocks come from.
+        index: for prefix reuse; None for none.
+        block_size: token positions in a block; the index's, if there is one.
+        max_batch_tokens: tokens in a step, at least `max_running`.
+        max_running: sequences that run at once.
+        max_model_tokens: longest sequence, prompt and output together.
+        max_waiting: requests that may wait at once.
+        max_prefill_chunk: longest prefill chunk of one sequence in a step; None for the whole budget.
+        policy: what must be promised before a request runs.
+        zero_blocks: when a block is listed in `Batch.block_zeros` before its first write.
+
+    Raises:
+        InvalidArgumentError: with every limit that is out of range.
+    """
+
+    def __new__(
+        cls,
+        pool: BlockPool,
+        index: PrefixIndex | None = None,
+        *,
+        block_size: int = 16,
+        max_batch_tokens: int = 512,
+        max_running: int = 64,
+        max_model_tokens: int = 8192,
+        max_waiting: int = 1024,
+        max_prefill_chunk: int | None = None,
+        policy: Literal["reserve"] = "reserve",
+        zero_blocks: Literal["never", "on_tenant_change", "always"] = "on_tenant_change",
+    ) -> Self: ...
+    def add_tenant(
+        self,
+        name: str,
+        *,
+        guaranteed: int = 0,
+        limit: int | None = None,
+        weight: float = 1.0,
+        fingerprint: Fingerprint | None = None,
+    ) -> Tenant:
+        """Adds a tenant with its quota in blocks and a private namespace.
+
+        Args:
+            name: unique in the scheduler.
+            guaranteed: blocks that it gets whatever others do.
+            limit: most blocks that it may have committed; None for the pool's.
+            weight: share of service among tenants that wait, above 0.
+            fingerprint: what must be equal for its KV to be reusable.
+
+        Raises:
+            InvalidArgumentError: for a taken name, a bad weight, or a quota that the pool cannot give.
+        """
+    def submit(
+        self,
+        tenant: Tenant,
+        prompt_ids: Buffer | Sequence[int],
+        *,
+        max_tokens: int = 64,
+        min_tokens: int = 0,
+        stop_token_ids: Buffer | Sequence[int] | None = None,
+        priority: int = 0,
+        reuse: bool = True,
+    ) -> int:
+        """Accepts a request and returns its id; it runs in a later step. From any thread.
+
+        Args:
+            tenant: who owns it and is charged for it.
+            prompt_ids: [n] token ids, any integer dtype, each at least 0 and below 2**31.
+            max_tokens: most tokens to sample.
+            min_tokens: tokens to sample before a stop id ends it.
+            stop_token_ids: ids that end it; the id itself is part of the output.
+            priority: lower runs first, inside the tenant.
+            reuse: whether it looks prefixes up and leaves its own blocks in the index.
+
+        Raises:
+            InvalidArgumentError: for values out of range or an empty prompt.
+            RefusedError: if it can never fit, or too many wait (`retryable`).
+        """
+    def abort(self, request_id: int) -> bool:
+        """Ends a request wherever it is; False if it had ended. From any thread.
+
+        Raises:
+            InvalidArgumentError: for an id that was never issued.
+        """
+    def step(self, *, pad_to: int = 0) -> Batch:
+        """Plans a step.
+
+        Args:
+            pad_to: rows at least; padding rows have one token with slot -1 and context length 0.
+
+        Raises:
+            WrongStateError: while a step is open or another thread is in the scheduler.
+        """
+    def commit(
+        self, step_id: int, token_start: Buffer | Sequence[int], tokens: Buffer | Sequence[int]
+    ) -> CommitOutcome:
+        """Ends a step with its tokens.
+
+        Args:
+            step_id: the batch's.
+            token_start: [S+1] `tokens[token_start[i]:token_start[i + 1]]` are row i's: one for each row that
+                samples, none for others.
+            tokens: [n] sampled token ids.
+
+        Raises:
+            InvalidArgumentError: for tokens that do not fit the batch.
+            WrongStateError: if the step is not open or another thread is in the scheduler.
+        """
+    def abandon(self, step_id: int, reason: str, *, fail: bool = False) -> CommitOutcome:
+        """Ends a step that failed; its sequences go back to their last committed length, or end with `fail`.
+
+        By this call the caller says that the device no longer runs the step.
+
+        Raises:
+            WrongStateError: if the step is not open or another thread is in the scheduler.
+        """
+    def has_work(self) -> bool:
+        """Whether anything waits or runs, or an end has not been reported yet."""
+    def stats(self) -> SchedulerStats:
+        """Counts. From any thread."""
+    @property
+    def num_running(self) -> int:
+        """Sequences that have blocks."""
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have none yet."""
+    @property
+    def block_size(self) -> int:
+        """Token positions in a block."""
 
 # --- attention ----------------------------------------------------------------------------------------------
 

@@ -1,7 +1,314 @@
 //! Bindings of `kvpager_core::scheduler`.
 
+use crate::arrays::read_ints;
+use crate::batch::PyBatch;
+use crate::block_pool::PyBlockPool;
+use crate::error::{IntoPyResult, invalid};
+use crate::prefix_index::{PyFingerprint, PyPrefixIndex};
+use kvpager_core::scheduler::{
+    AdmissionPolicy, CommitOutcome, FinishedRequest, Request, Scheduler, SchedulerConfig, SchedulerStats, Tenant,
+    TenantConfig, ZeroBlocks,
+};
+use kvpager_core::{SequenceId, StepId};
 use pyo3::prelude::*;
+use std::sync::Arc;
 
-pub(crate) fn register(_module: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
+/// A tenant of one scheduler: the handle that requests are submitted with.
+#[pyclass(name = "Tenant", module = "kvpager._core", frozen)]
+pub(crate) struct PyTenant(pub(crate) Arc<Tenant>);
+
+#[pymethods]
+impl PyTenant {
+    #[getter]
+    fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    #[getter]
+    fn account(&self) -> u32 {
+        self.0.account.0
+    }
+
+    #[getter]
+    fn weight(&self) -> f64 {
+        self.0.weight
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Tenant({:?})", self.0.name)
+    }
+}
+
+/// The account of an ended request.
+#[pyclass(name = "FinishedRequest", module = "kvpager._core", frozen)]
+pub(crate) struct PyFinishedRequest(FinishedRequest);
+
+impl PyFinishedRequest {
+    pub(crate) const fn new(finished: FinishedRequest) -> Self {
+        Self(finished)
+    }
+}
+
+#[pymethods]
+impl PyFinishedRequest {
+    #[getter]
+    fn request_id(&self) -> u64 {
+        self.0.id.0
+    }
+
+    #[getter]
+    fn tenant(&self) -> PyTenant {
+        PyTenant(Arc::clone(&self.0.tenant))
+    }
+
+    #[getter]
+    fn reason(&self) -> &'static str {
+        self.0.reason.name()
+    }
+
+    #[getter]
+    fn detail(&self) -> Option<&str> {
+        self.0.detail.as_deref()
+    }
+
+    #[getter]
+    fn prompt_tokens(&self) -> u32 {
+        self.0.prompt_tokens
+    }
+
+    #[getter]
+    fn cached_tokens(&self) -> u32 {
+        self.0.cached_tokens
+    }
+
+    #[getter]
+    fn output_tokens(&self) -> u32 {
+        self.0.output_tokens
+    }
+
+    #[getter]
+    fn steps(&self) -> u64 {
+        self.0.steps
+    }
+
+    #[getter]
+    fn queue_steps(&self) -> u64 {
+        self.0.queue_steps
+    }
+
+    #[getter]
+    fn preemptions(&self) -> u64 {
+        self.0.preemptions
+    }
+
+    fn __repr__(&self) -> String {
+        format!("FinishedRequest(request_id={}, reason={:?})", self.0.id, self.reason())
+    }
+}
+
+/// What the end of a step did.
+#[pyclass(name = "CommitOutcome", module = "kvpager._core", frozen)]
+pub(crate) struct PyCommitOutcome(CommitOutcome);
+
+#[pymethods]
+impl PyCommitOutcome {
+    #[getter]
+    fn finished(&self) -> Vec<PyFinishedRequest> {
+        self.0.finished.iter().cloned().map(PyFinishedRequest).collect()
+    }
+
+    #[getter]
+    fn dropped_tokens(&self) -> u64 {
+        self.0.dropped_tokens
+    }
+}
+
+/// Counts of a scheduler.
+#[pyclass(name = "SchedulerStats", module = "kvpager._core", frozen)]
+pub(crate) struct PySchedulerStats(SchedulerStats);
+
+#[pymethods]
+impl PySchedulerStats {
+    #[getter]
+    fn num_running(&self) -> u64 {
+        self.0.num_running
+    }
+
+    #[getter]
+    fn num_waiting(&self) -> u64 {
+        self.0.num_waiting
+    }
+
+    #[getter]
+    fn steps(&self) -> u64 {
+        self.0.steps
+    }
+
+    #[getter]
+    fn computed_tokens(&self) -> u64 {
+        self.0.computed_tokens
+    }
+
+    #[getter]
+    fn dropped_tokens(&self) -> u64 {
+        self.0.dropped_tokens
+    }
+
+    #[getter]
+    fn num_preemptions(&self) -> u64 {
+        self.0.num_preemptions
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "SchedulerStats(num_running={}, num_waiting={}, steps={})",
+            self.0.num_running, self.0.num_waiting, self.0.steps
+        )
+    }
+}
+
+/// The scheduler of one engine.
+#[pyclass(name = "Scheduler", module = "kvpager._core", frozen)]
+pub(crate) struct PyScheduler(pub(crate) Arc<Scheduler>);
+
+#[pymethods]
+impl PyScheduler {
+    #[new]
+    #[pyo3(signature = (pool, index=None, *, block_size=16, max_batch_tokens=512, max_running=64,
+        max_model_tokens=8192, max_waiting=1024, max_prefill_chunk=None, policy="reserve",
+        zero_blocks="on_tenant_change"))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
+    fn new(
+        pool: &PyBlockPool,
+        index: Option<&PyPrefixIndex>,
+        block_size: u32,
+        max_batch_tokens: u32,
+        max_running: u32,
+        max_model_tokens: u32,
+        max_waiting: u32,
+        max_prefill_chunk: Option<u32>,
+        policy: &str,
+        zero_blocks: &str,
+    ) -> PyResult<Self> {
+        if max_prefill_chunk == Some(0) {
+            return Err(invalid("max_prefill_chunk is 0, must be at least 1 or None for no limit"));
+        }
+        let config = SchedulerConfig {
+            block_size,
+            max_batch_tokens,
+            max_running,
+            max_model_tokens,
+            max_waiting,
+            max_prefill_chunk: max_prefill_chunk.unwrap_or(0),
+            policy: AdmissionPolicy::from_name(policy).py()?,
+            zero_blocks: ZeroBlocks::from_name(zero_blocks).py()?,
+        };
+        let index = index.map(|index| Arc::clone(&index.0));
+        Ok(Self(Arc::new(Scheduler::new(Arc::clone(&pool.0), index, config).py()?)))
+    }
+
+    #[pyo3(signature = (name, *, guaranteed=0, limit=None, weight=1.0, fingerprint=None))]
+    fn add_tenant(
+        &self,
+        name: &str,
+        guaranteed: u32,
+        limit: Option<u32>,
+        weight: f64,
+        fingerprint: Option<&PyFingerprint>,
+    ) -> PyResult<PyTenant> {
+        let config = TenantConfig {
+            name: name.to_owned(),
+            guaranteed_blocks: guaranteed,
+            limit_blocks: limit.unwrap_or_else(|| self.0.num_blocks()),
+            weight,
+            fingerprint: fingerprint.map(|fingerprint| fingerprint.0.clone()).unwrap_or_default(),
+        };
+        Ok(PyTenant(self.0.add_tenant(&config).py()?))
+    }
+
+    #[pyo3(signature = (tenant, prompt_ids, *, max_tokens=64, min_tokens=0, stop_token_ids=None, priority=0,
+        reuse=true))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
+    fn submit(
+        &self,
+        tenant: &PyTenant,
+        prompt_ids: &Bound<'_, PyAny>,
+        max_tokens: u32,
+        min_tokens: u32,
+        stop_token_ids: Option<&Bound<'_, PyAny>>,
+        priority: i32,
+        reuse: bool,
+    ) -> PyResult<u64> {
+        let stop_token_ids = match stop_token_ids {
+            Some(ids) => read_ints(ids, "stop_token_ids")?,
+            None => Vec::new(),
+        };
+        let request = Request {
+            tenant: Arc::clone(&tenant.0),
+            prompt: read_ints(prompt_ids, "prompt_ids")?,
+            max_tokens,
+            min_tokens,
+            stop_token_ids,
+            priority,
+            reuse,
+        };
+        Ok(self.0.submit(request).py()?.0)
+    }
+
+    fn abort(&self, request_id: u64) -> PyResult<bool> {
+        self.0.abort(SequenceId(request_id)).py()
+    }
+
+    #[pyo3(signature = (*, pad_to=0))]
+    fn step(&self, pad_to: usize) -> PyResult<PyBatch> {
+        Ok(PyBatch::new(self.0.step(pad_to).py()?, Arc::clone(self.0.arena())))
+    }
+
+    fn commit(
+        &self,
+        step_id: u64,
+        token_start: &Bound<'_, PyAny>,
+        tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<PyCommitOutcome> {
+        let token_start = read_ints::<i32>(token_start, "token_start")?;
+        let tokens = read_ints::<i32>(tokens, "tokens")?;
+        Ok(PyCommitOutcome(self.0.commit(StepId(step_id), &token_start, &tokens).py()?))
+    }
+
+    #[pyo3(signature = (step_id, reason, *, fail=false))]
+    fn abandon(&self, step_id: u64, reason: &str, fail: bool) -> PyResult<PyCommitOutcome> {
+        Ok(PyCommitOutcome(self.0.abandon(StepId(step_id), reason, fail).py()?))
+    }
+
+    fn has_work(&self) -> PyResult<bool> {
+        self.0.has_work().py()
+    }
+
+    fn stats(&self) -> PySchedulerStats {
+        PySchedulerStats(self.0.stats())
+    }
+
+    #[getter]
+    fn num_running(&self) -> u64 {
+        self.0.stats().num_running
+    }
+
+    #[getter]
+    fn num_waiting(&self) -> u64 {
+        self.0.stats().num_waiting
+    }
+
+    #[getter]
+    fn block_size(&self) -> u32 {
+        self.0.config().block_size
+    }
+}
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<PyTenant>()?;
+    module.add_class::<PyFinishedRequest>()?;
+    module.add_class::<PyCommitOutcome>()?;
+    module.add_class::<PySchedulerStats>()?;
+    module.add_class::<PyBatch>()?;
+    module.add_class::<PyScheduler>()
 }

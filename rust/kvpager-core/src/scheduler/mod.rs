@@ -1,1 +1,337 @@
 //! Request state, admission and batches.
+//!
+//! [`Scheduler::submit`] and [`Scheduler::abort`] may be called from any thread; they only leave a message.
+//! One engine thread calls [`Scheduler::step`], runs the model on the [`Batch`], and ends it by
+//! [`Scheduler::commit`] or [`Scheduler::abandon`]; two threads in these at once is an error at the call.
+//!
+//! A request is admitted when its prefix is pinned and the policy's blocks are reserved for it. Waiting
+//! requests hold nothing. See `docs/notes/scheduler.md`.
+
+mod batch;
+mod commit;
+mod config;
+mod core;
+mod inbox;
+mod plan;
+mod policy;
+mod queue;
+mod request;
+mod sequence;
+mod tenant;
+
+pub use batch::{Batch, BatchArrays, NO_SLOT, PADDING_SEQUENCE};
+pub use commit::CommitOutcome;
+pub use config::{SchedulerConfig, ZeroBlocks};
+pub use policy::{AdmissionPolicy, AdmissionRequest};
+pub use request::{FinishReason, FinishedRequest, Request};
+pub use tenant::Tenant;
+
+use self::core::Core;
+use self::inbox::{Inbox, Message};
+use self::request::WaitingRequest;
+use crate::block_pool::{BlockPool, Quota};
+use crate::block_tables::TableArena;
+use crate::ids::{SequenceId, StepId};
+use crate::prefix_index::{Fingerprint, PrefixIndex, ShareScope};
+use crate::sync::{AtomicU32, AtomicU64, Ordering};
+use crate::{Error, Result};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+
+/// Numbers schedulers, so that a tenant of another one is seen.
+static NEXT_SCHEDULER: AtomicU64 = AtomicU64::new(0);
+
+/// What a tenant is made with.
+#[derive(Clone, Debug)]
+pub struct TenantConfig {
+    /// Its name, unique in the scheduler.
+    pub name: String,
+    /// Blocks that it gets whatever others do.
+    pub guaranteed_blocks: u32,
+    /// Most blocks that it may have committed; at most the pool's.
+    pub limit_blocks: u32,
+    /// Share of service, above 0.
+    pub weight: f64,
+    /// What must be equal for its KV to be reusable.
+    pub fingerprint: Fingerprint,
+}
+
+/// Counts of a scheduler. Of the last `step`, `commit` or `abandon`, except what waits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SchedulerStats {
+    /// Sequences that have blocks.
+    pub num_running: u64,
+    /// Requests that have none yet.
+    pub num_waiting: u64,
+    /// Steps planned.
+    pub steps: u64,
+    /// Tokens whose KV was computed in committed steps.
+    pub computed_tokens: u64,
+    /// Tokens that came for ended sequences.
+    pub dropped_tokens: u64,
+    /// Times that a running sequence's blocks were taken back. Always 0 under `reserve`.
+    pub num_preemptions: u64,
+}
+
+/// The scheduler of one engine.
+pub struct Scheduler {
+    id: u64,
+    config: SchedulerConfig,
+    pool: Arc<BlockPool>,
+    index: Option<Arc<PrefixIndex>>,
+    arena: Arc<TableArena>,
+    inbox: Inbox,
+    tenants: Mutex<Vec<Arc<Tenant>>>,
+    core: Mutex<Core>,
+    num_running: AtomicU32,
+    steps: AtomicU64,
+    computed_tokens: AtomicU64,
+    dropped_tokens: AtomicU64,
+}
+
+impl Scheduler {
+    /// A scheduler over a pool, with an index for prefix reuse or without one.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] with every limit that is out of range.
+    pub fn new(
+        pool: Arc<BlockPool>,
+        index: Option<Arc<PrefixIndex>>,
+        config: SchedulerConfig,
+    ) -> Result<Self> {
+        config.validate()?;
+        if let Some(index) = &index
+            && index.config().block_size != config.block_size
+        {
+            return Err(Error::invalid(format!(
+                "block_size is {}, the index has blocks of {}",
+                config.block_size,
+                index.config().block_size
+            )));
+        }
+        let core = Core::new(Arc::clone(&pool), index.clone(), config.clone())?;
+        Ok(Self {
+            id: NEXT_SCHEDULER.fetch_add(1, Ordering::Relaxed),
+            arena: Arc::clone(core.tables.arena()),
+            config,
+            pool,
+            index,
+            inbox: Inbox::new(),
+            tenants: Mutex::new(Vec::new()),
+            core: Mutex::new(core),
+            num_running: AtomicU32::new(0),
+            steps: AtomicU64::new(0),
+            computed_tokens: AtomicU64::new(0),
+            dropped_tokens: AtomicU64::new(0),
+        })
+    }
+
+    /// The limits it was made with.
+    #[must_use]
+    pub const fn config(&self) -> &SchedulerConfig {
+        &self.config
+    }
+
+    /// Blocks of its pool.
+    #[must_use]
+    pub fn num_blocks(&self) -> u32 {
+        self.pool.num_blocks()
+    }
+
+    /// The memory of its block tables.
+    #[must_use]
+    pub const fn arena(&self) -> &Arc<TableArena> {
+        &self.arena
+    }
+
+    /// Adds a tenant with its quota in the pool and its private namespace in the index.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a name that is taken, a weight that is not above 0 or a quota that the
+    /// pool cannot give; [`Error::WrongState`] while a step is being planned.
+    pub fn add_tenant(&self, config: &TenantConfig) -> Result<Arc<Tenant>> {
+        if !(config.weight > 0.0 && config.weight.is_finite()) {
+            return Err(Error::invalid(format!("weight is {}, must be above 0", config.weight)));
+        }
+        let mut core = self.enter()?;
+        let mut tenants = self.tenants.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if tenants.iter().any(|tenant| tenant.name == config.name) {
+            return Err(Error::invalid(format!("tenant {:?} exists already", config.name)));
+        }
+        let quota = Quota { guaranteed: config.guaranteed_blocks, limit: config.limit_blocks };
+        let account = self.pool.add_account(quota)?;
+        let scope = ShareScope::Private(config.name.clone());
+        let namespace = match &self.index {
+            Some(index) => Some(index.namespace(&scope, &config.fingerprint, account)?),
+            None => None,
+        };
+        let tenant = Arc::new(Tenant {
+            name: config.name.clone(),
+            index: core.queue.num_tenants(),
+            scheduler: self.id,
+            account,
+            namespace,
+            limit_blocks: config.limit_blocks.min(self.pool.num_blocks()),
+            weight: config.weight,
+        });
+        core.queue.add_tenant(Arc::clone(&tenant));
+        tenants.push(Arc::clone(&tenant));
+        Ok(tenant)
+    }
+
+    /// Accepts a request; it runs in a later step. From any thread.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for values out of range; [`Error::Refused`] if it can never fit (not
+    /// retryable) or too many wait (retryable).
+    pub fn submit(&self, request: Request) -> Result<SequenceId> {
+        self.check_request(&request)?;
+        self.inbox.take_place(self.config.max_waiting).map_err(|waiting| Error::Refused {
+            reason: format!("{waiting} requests wait, the limit is {}", self.config.max_waiting),
+            retryable: true,
+        })?;
+        let id = self.inbox.issue_id();
+        let waiting = WaitingRequest { id, request, arrival_step: 0 };
+        self.inbox.push(Message::Submit(Box::new(waiting)));
+        Ok(id)
+    }
+
+    fn check_request(&self, request: &Request) -> Result<()> {
+        let prompt = request.prompt.len() as u64;
+        if request.tenant.scheduler != self.id {
+            return Err(Error::invalid(format!("tenant {:?} is of another scheduler", request.tenant.name)));
+        }
+        if prompt == 0 {
+            return Err(Error::invalid("the prompt is empty: 0 tokens, at least 1 is needed"));
+        }
+        if request.max_tokens == 0 || request.min_tokens > request.max_tokens {
+            return Err(Error::invalid(format!(
+                "max_tokens is {} and min_tokens {}: at least 1, and no less than min_tokens",
+                request.max_tokens, request.min_tokens
+            )));
+        }
+        if let Some(i) = request.prompt.iter().position(|&token| token > i32::MAX as u32) {
+            return Err(Error::invalid(format!(
+                "prompt[{i}] is {}, above {}",
+                request.prompt[i],
+                i32::MAX
+            )));
+        }
+        let refused = |reason| Err(Error::Refused { reason, retryable: false });
+        let total = prompt + u64::from(request.max_tokens);
+        if total > u64::from(self.config.max_model_tokens) {
+            return refused(format!(
+                "{prompt} prompt tokens and up to {} output tokens exceed the model's {} positions",
+                request.max_tokens, self.config.max_model_tokens
+            ));
+        }
+        let need = self.config.lifetime_blocks(prompt as u32, request.max_tokens);
+        if need > request.tenant.limit_blocks {
+            return refused(format!(
+                "{prompt} prompt tokens and up to {} output tokens need {need} blocks of {} tokens; the pool has {}, tenant {:?} may have {}",
+                request.max_tokens,
+                self.config.block_size,
+                self.pool.num_blocks(),
+                request.tenant.name,
+                request.tenant.limit_blocks
+            ));
+        }
+        Ok(())
+    }
+
+    /// Ends a request wherever it is; false if it had ended. From any thread. Its blocks come back in the next
+    /// `step` or `commit`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an id that was never issued.
+    pub fn abort(&self, id: SequenceId) -> Result<bool> {
+        if !self.inbox.was_issued(id) {
+            return Err(Error::invalid(format!("request {id} was never issued")));
+        }
+        let live = self.inbox.end_id(id);
+        if live {
+            self.inbox.push(Message::Abort(id));
+        }
+        Ok(live)
+    }
+
+    /// Plans a step. `pad_to` rows at least: padding rows have one token with slot -1 and context length 0.
+    ///
+    /// # Errors
+    /// [`Error::WrongState`] while a step is open or another thread is in the scheduler.
+    pub fn step(&self, pad_to: usize) -> Result<Batch> {
+        let mut core = self.enter()?;
+        let batch = core.step(&self.inbox, pad_to);
+        self.publish(&core);
+        batch
+    }
+
+    /// Ends a step with its tokens: `tokens[token_start[i]..token_start[i + 1]]` were sampled for row `i` of the
+    /// batch; one for each row that samples, none for others.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for tokens that do not fit the batch; [`Error::WrongState`] if the step is not
+    /// open or another thread is in the scheduler. Nothing has changed then.
+    pub fn commit(&self, step_id: StepId, token_start: &[i32], tokens: &[i32]) -> Result<CommitOutcome> {
+        let mut core = self.enter()?;
+        let outcome = core.commit(&self.inbox, step_id, token_start, tokens);
+        self.publish(&core);
+        outcome
+    }
+
+    /// Ends a step that failed. Its sequences go back to their last committed length, or end with `fail`.
+    /// The caller says by this call that the device no longer runs the step.
+    ///
+    /// # Errors
+    /// [`Error::WrongState`] if the step is not open or another thread is in the scheduler.
+    pub fn abandon(&self, step_id: StepId, reason: &str, fail: bool) -> Result<CommitOutcome> {
+        let mut core = self.enter()?;
+        let outcome = core.abandon(&self.inbox, step_id, reason, fail);
+        self.publish(&core);
+        outcome
+    }
+
+    /// Whether anything waits or runs, or an end has not been reported yet.
+    ///
+    /// # Errors
+    /// [`Error::WrongState`] if another thread is in the scheduler.
+    pub fn has_work(&self) -> Result<bool> {
+        let core = self.enter()?;
+        Ok(!self.inbox.is_empty()
+            || !core.queue.is_empty()
+            || !core.running.is_empty()
+            || !core.ended.is_empty())
+    }
+
+    /// Counts. From any thread.
+    #[must_use]
+    pub fn stats(&self) -> SchedulerStats {
+        // Relaxed: numbers for people; each is a whole one of some moment.
+        SchedulerStats {
+            num_running: u64::from(self.num_running.load(Ordering::Relaxed)),
+            num_waiting: u64::from(self.inbox.num_waiting()),
+            steps: self.steps.load(Ordering::Relaxed),
+            computed_tokens: self.computed_tokens.load(Ordering::Relaxed),
+            dropped_tokens: self.dropped_tokens.load(Ordering::Relaxed),
+            num_preemptions: 0,
+        }
+    }
+
+    fn publish(&self, core: &Core) {
+        self.num_running.store(core.running.len() as u32, Ordering::Relaxed);
+        self.steps.store(core.last_step.0, Ordering::Relaxed);
+        self.computed_tokens.store(core.computed_tokens, Ordering::Relaxed);
+        self.dropped_tokens.store(core.dropped_tokens, Ordering::Relaxed);
+    }
+
+    fn enter(&self) -> Result<MutexGuard<'_, Core>> {
+        match self.core.try_lock() {
+            Ok(core) => Ok(core),
+            Err(TryLockError::WouldBlock) => Err(Error::WrongState(
+                "another thread is in this scheduler: one engine thread calls step, commit and abandon".to_owned(),
+            )),
+            Err(TryLockError::Poisoned(_)) => Err(Error::WrongState(
+                "an internal fault ended this scheduler; make a new one".to_owned(),
+            )),
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! What a step hands the model: arrays that Rust owns and does not reuse while anybody still holds one.
+
+use super::request::FinishedRequest;
+use crate::block_tables::TableChange;
+use crate::ids::StepId;
+use std::sync::Arc;
+
+/// Sequence id of a padding row.
+pub const PADDING_SEQUENCE: u64 = u64::MAX;
+/// Slot of a token that is written nowhere.
+pub const NO_SLOT: i64 = -1;
+
+/// The arrays of one step. S sequences (padding rows included), T tokens, R logit rows.
+#[derive(Debug, Default)]
+pub struct BatchArrays {
+    /// `[S]`, decodes first, then prefill chunks, then padding.
+    pub sequence_ids: Vec<u64>,
+    /// `[S+1]` token ranges of the sequences.
+    pub query_start: Vec<i32>,
+    /// `[T]` token ids, flattened.
+    pub token_ids: Vec<i32>,
+    /// `[T]` positions in their sequences.
+    pub positions: Vec<i32>,
+    /// `[T]` where a token id is -1: its index in the previous step's samples; else -1.
+    pub token_source: Vec<i32>,
+    /// `[R]` rows of the T whose logits are needed, one for each sequence that samples.
+    pub sample_rows: Vec<i32>,
+    /// `[T]` where each new K and V goes; -1 for padding.
+    pub slot_mapping: Vec<i64>,
+    /// `[S]` tokens visible to the last query, this step's included; 0 for padding.
+    pub context_lens: Vec<i32>,
+    /// `[S]` rows in the table arena.
+    pub table_rows: Vec<i32>,
+    /// `[n]` changed entries of the arena since the last batch: (row, column, block id).
+    pub table_changes: Vec<TableChange>,
+    /// `[C]` (from, to) block ids, to be copied before the forward pass.
+    pub block_copies: Vec<[i32; 2]>,
+    /// `[n]` (device, host) block ids.
+    pub swap_out: Vec<[i32; 2]>,
+    /// `[n]` (host, device) block ids.
+    pub swap_in: Vec<[i32; 2]>,
+    /// `[Z]` block ids to be zeroed before their first write.
+    pub block_zeros: Vec<i32>,
+    /// Requests that ended outside a commit since the last batch.
+    pub finished: Vec<FinishedRequest>,
+}
+
+impl BatchArrays {
+    fn clear(&mut self) {
+        self.sequence_ids.clear();
+        self.query_start.clear();
+        self.token_ids.clear();
+        self.positions.clear();
+        self.token_source.clear();
+        self.sample_rows.clear();
+        self.slot_mapping.clear();
+        self.context_lens.clear();
+        self.table_rows.clear();
+        self.table_changes.clear();
+        self.block_copies.clear();
+        self.swap_out.clear();
+        self.swap_in.clear();
+        self.block_zeros.clear();
+        self.finished.clear();
+        self.query_start.push(0);
+    }
+
+    /// Adds one sequence with `tokens` from `start` on, whose blocks are found by `block_of(logical block)`.
+    pub(super) fn push_sequence(
+        &mut self,
+        id: u64,
+        row: u32,
+        tokens: &[u32],
+        start: u32,
+        block_size: u32,
+        block_of: impl Fn(usize) -> u32,
+    ) {
+        let mut position = start;
+        let end = start + tokens.len() as u32;
+        while position < end {
+            let block = i64::from(block_of((position / block_size) as usize));
+            let stop = end.min((position / block_size + 1) * block_size);
+            let base = block * i64::from(block_size) - i64::from(position - position % block_size);
+            self.slot_mapping.extend((position..stop).map(|p| base + i64::from(p)));
+            position = stop;
+        }
+        self.token_ids.extend(tokens.iter().map(|&token| token as i32));
+        self.positions.extend((start..end).map(|p| p as i32));
+        self.token_source.resize(self.token_ids.len(), -1);
+        self.finish_row(id, row, end as i32);
+    }
+
+    /// Adds rows that touch nothing until there are `num_sequences`: one token, slot -1, context length 0.
+    pub(super) fn pad(&mut self, num_sequences: usize, padding_row: u32) {
+        while self.sequence_ids.len() < num_sequences {
+            self.token_ids.push(0);
+            self.positions.push(0);
+            self.token_source.push(-1);
+            self.slot_mapping.push(NO_SLOT);
+            self.finish_row(PADDING_SEQUENCE, padding_row, 0);
+        }
+    }
+
+    fn finish_row(&mut self, id: u64, row: u32, context_len: i32) {
+        self.sequence_ids.push(id);
+        self.query_start.push(self.token_ids.len() as i32);
+        self.context_lens.push(context_len);
+        self.table_rows.push(row as i32);
+    }
+}
+
+/// One planned step.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    /// The step; `commit` and `abandon` name it.
+    pub step_id: StepId,
+    /// Its arrays. Their memory is reused only when every clone of this is gone.
+    pub arrays: Arc<BatchArrays>,
+}
+
+/// Batch memory that goes round: allocated until there is one set more than the caller holds at once.
+#[derive(Debug, Default)]
+pub(super) struct BatchMemory {
+    buffers: Vec<Arc<BatchArrays>>,
+}
+
+impl BatchMemory {
+    /// Cleared arrays that nobody else holds; `Arc::get_mut` of them works until they are shared.
+    pub(super) fn take(&mut self) -> Arc<BatchArrays> {
+        let free = self.buffers.iter_mut().position(|buffer| Arc::get_mut(buffer).is_some());
+        let mut shared = free.map(|i| self.buffers.swap_remove(i)).unwrap_or_default();
+        if let Some(arrays) = Arc::get_mut(&mut shared) {
+            arrays.clear();
+        }
+        shared
+    }
+
+    /// Remembers arrays for reuse, once the caller's clones are gone.
+    pub(super) fn give_back(&mut self, arrays: Arc<BatchArrays>) {
+        self.buffers.push(arrays);
+    }
+}

@@ -1,0 +1,101 @@
+//! What a scheduler is made with, checked once.
+
+use super::policy::AdmissionPolicy;
+use crate::{Error, Result};
+
+/// When a block is zeroed before its first write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ZeroBlocks {
+    /// Never: the kernels read no slot that was not written.
+    Never,
+    /// When the block's last owner was another account.
+    OnTenantChange,
+    /// Before every first write.
+    Always,
+}
+
+impl ZeroBlocks {
+    /// Reads the option's name.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] that lists the names.
+    pub fn from_name(name: &str) -> Result<Self> {
+        match name {
+            "never" => Ok(Self::Never),
+            "on_tenant_change" => Ok(Self::OnTenantChange),
+            "always" => Ok(Self::Always),
+            _ => Err(Error::invalid(format!(
+                "zero_blocks is {name:?}; it is one of never, on_tenant_change, always"
+            ))),
+        }
+    }
+}
+
+/// Limits of a scheduler. Counts are in the unit that the name says.
+#[derive(Clone, Debug)]
+pub struct SchedulerConfig {
+    /// Token positions in a block.
+    pub block_size: u32,
+    /// Tokens in a step, decodes and prefill chunks together.
+    pub max_batch_tokens: u32,
+    /// Sequences that run at once; also the rows of the table arena.
+    pub max_running: u32,
+    /// Longest sequence, prompt and output together.
+    pub max_model_tokens: u32,
+    /// Requests that may wait at once.
+    pub max_waiting: u32,
+    /// Longest prefill chunk of one sequence in a step; 0 for the whole budget.
+    pub max_prefill_chunk: u32,
+    /// What a request must have promised before it runs.
+    pub policy: AdmissionPolicy,
+    /// When blocks are zeroed.
+    pub zero_blocks: ZeroBlocks,
+}
+
+impl SchedulerConfig {
+    /// Blocks that hold `num_tokens` positions.
+    #[must_use]
+    pub const fn blocks_for(&self, num_tokens: u32) -> u32 {
+        num_tokens.div_ceil(self.block_size)
+    }
+
+    /// Blocks of a request over its life. The last sampled token is returned, never computed, and needs no
+    /// slot. This is the one place that says so; admission and growth both use it.
+    #[must_use]
+    pub const fn lifetime_blocks(&self, prompt_tokens: u32, max_tokens: u32) -> u32 {
+        self.blocks_for(prompt_tokens + max_tokens - 1)
+    }
+
+    /// Checks every limit; all problems come in one message.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] with each field's value.
+    pub fn validate(&self) -> Result<()> {
+        let mut problems = Vec::new();
+        let mut at_least_one = |name: &str, value: u32| {
+            if value == 0 {
+                problems.push(format!("{name} is 0, must be at least 1"));
+            }
+        };
+        at_least_one("block_size", self.block_size);
+        at_least_one("max_batch_tokens", self.max_batch_tokens);
+        at_least_one("max_running", self.max_running);
+        at_least_one("max_model_tokens", self.max_model_tokens);
+        at_least_one("max_waiting", self.max_waiting);
+        if self.max_batch_tokens < self.max_running {
+            problems.push(format!(
+                "max_batch_tokens is {}, less than max_running {}: each running sequence decodes one token a step",
+                self.max_batch_tokens, self.max_running
+            ));
+        }
+        if self.max_model_tokens > i32::MAX as u32 / 2 || self.max_batch_tokens > i32::MAX as u32 / 2 {
+            problems.push(format!(
+                "max_model_tokens is {} and max_batch_tokens {}, above {}",
+                self.max_model_tokens,
+                self.max_batch_tokens,
+                i32::MAX / 2
+            ));
+        }
+        if problems.is_empty() { Ok(()) } else { Err(Error::invalid(problems.join("; "))) }
+    }
+}

@@ -1,0 +1,90 @@
+//! The way in from any thread: a lock-free queue, its bound, and the set of ids that have not ended.
+
+use super::request::WaitingRequest;
+use crate::ids::SequenceId;
+use crate::sync::{AtomicU32, AtomicU64, Ordering};
+use crossbeam_queue::SegQueue;
+use hashbrown::HashSet;
+use std::sync::{Mutex, PoisonError};
+
+/// Locks of the live set; each is held for one hash-set operation.
+const NUM_SHARDS: usize = 16;
+
+/// What other threads ask of the engine thread.
+#[derive(Debug)]
+pub(super) enum Message {
+    Submit(Box<WaitingRequest>),
+    Abort(SequenceId),
+}
+
+/// Messages on their way to the engine thread.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    messages: SegQueue<Message>,
+    next_id: AtomicU64,
+    num_waiting: AtomicU32,
+    live: [Mutex<HashSet<u64, foldhash::fast::RandomState>>; NUM_SHARDS],
+}
+
+impl Inbox {
+    pub(super) fn new() -> Self {
+        Self {
+            messages: SegQueue::new(),
+            next_id: AtomicU64::new(1),
+            num_waiting: AtomicU32::new(0),
+            live: std::array::from_fn(|_| Mutex::new(HashSet::default())),
+        }
+    }
+
+    /// Takes one of `limit` waiting places; `Err` has the number that wait.
+    pub(super) fn take_place(&self, limit: u32) -> Result<(), u32> {
+        // Relaxed: the counter guards no other memory.
+        self.num_waiting
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |waiting| (waiting < limit).then_some(waiting + 1))
+            .map(|_| ())
+    }
+
+    /// Gives a waiting place back: the request was admitted or has ended.
+    pub(super) fn leave_place(&self) {
+        self.num_waiting.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn num_waiting(&self) -> u32 {
+        self.num_waiting.load(Ordering::Relaxed)
+    }
+
+    /// A new id, live from now on.
+    pub(super) fn issue_id(&self) -> SequenceId {
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        self.shard(id, |live| live.insert(id));
+        SequenceId(id)
+    }
+
+    /// Whether the id was ever issued.
+    pub(super) fn was_issued(&self, id: SequenceId) -> bool {
+        id.0 != 0 && id.0 < self.next_id.load(Ordering::Relaxed)
+    }
+
+    /// Ends an id; false if it had ended before.
+    pub(super) fn end_id(&self, id: SequenceId) -> bool {
+        self.shard(id.0, |live| live.remove(&id.0))
+    }
+
+    pub(super) fn push(&self, message: Message) {
+        self.messages.push(message);
+    }
+
+    pub(super) fn pop(&self) -> Option<Message> {
+        self.messages.pop()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.messages.is_empty()
+    }
+
+    fn shard<R>(&self, id: u64, act: impl FnOnce(&mut HashSet<u64, foldhash::fast::RandomState>) -> R) -> R {
+        let shard = &self.live[id as usize % NUM_SHARDS];
+        // A panic cannot leave a hash set of integers half changed in a way that matters here.
+        act(&mut shard.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}

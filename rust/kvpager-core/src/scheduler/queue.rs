@@ -1,0 +1,136 @@
+//! Who is next: per-tenant queues in priority order, tenants by weighted service.
+
+use super::request::WaitingRequest;
+use super::tenant::Tenant;
+use crate::ids::SequenceId;
+use hashbrown::HashMap;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Place in a tenant's queue: priority, then age.
+type Place = (i32, SequenceId);
+
+#[derive(Debug)]
+struct TenantQueue {
+    tenant: Arc<Tenant>,
+    waiting: BTreeMap<Place, WaitingRequest>,
+    /// Computed tokens over weight.
+    service: f64,
+    num_running: u32,
+    /// Value of the change counter at which its head did not fit; it is not looked at again before a change.
+    blocked_at: Option<u64>,
+}
+
+impl TenantQueue {
+    fn is_active(&self) -> bool {
+        self.num_running > 0 || !self.waiting.is_empty()
+    }
+}
+
+/// The waiting requests of all tenants.
+#[derive(Debug, Default)]
+pub(super) struct Queue {
+    tenants: Vec<TenantQueue>,
+    places: HashMap<SequenceId, (usize, Place), foldhash::fast::RandomState>,
+    /// Grows whenever room or matchable blocks may have appeared.
+    changes: u64,
+}
+
+impl Queue {
+    pub(super) fn add_tenant(&mut self, tenant: Arc<Tenant>) {
+        debug_assert_eq!(tenant.index, self.tenants.len());
+        self.tenants.push(TenantQueue {
+            tenant,
+            waiting: BTreeMap::new(),
+            service: 0.0,
+            num_running: 0,
+            blocked_at: None,
+        });
+    }
+
+    pub(super) fn num_tenants(&self) -> usize {
+        self.tenants.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.places.is_empty()
+    }
+
+    /// Queues a request. A tenant that was idle re-enters at the least service of the active ones, so that
+    /// idleness saves nothing up.
+    pub(super) fn push(&mut self, waiting: WaitingRequest) {
+        let index = waiting.request.tenant.index;
+        if !self.tenants[index].is_active() {
+            let active = self.tenants.iter().filter(|t| t.is_active()).map(|t| t.service);
+            let floor = active.fold(f64::INFINITY, f64::min);
+            if floor.is_finite() {
+                let queue = &mut self.tenants[index];
+                queue.service = queue.service.max(floor);
+            }
+        }
+        let place = (waiting.request.priority, waiting.id);
+        self.places.insert(waiting.id, (index, place));
+        let queue = &mut self.tenants[index];
+        if queue.waiting.first_key_value().is_none_or(|(head, _)| place < *head) {
+            queue.blocked_at = None;
+        }
+        queue.waiting.insert(place, waiting);
+    }
+
+    /// Takes a waiting request out, wherever it stands.
+    pub(super) fn remove(&mut self, id: SequenceId) -> Option<WaitingRequest> {
+        let (index, place) = self.places.remove(&id)?;
+        let queue = &mut self.tenants[index];
+        queue.blocked_at = None;
+        queue.waiting.remove(&place)
+    }
+
+    /// The tenant that is served next: least service among those whose head may fit.
+    pub(super) fn next_tenant(&self) -> Option<usize> {
+        let may_fit = |queue: &TenantQueue| {
+            !queue.waiting.is_empty() && queue.blocked_at.is_none_or(|at| at != self.changes)
+        };
+        self.tenants
+            .iter()
+            .enumerate()
+            .filter(|(_, queue)| may_fit(queue))
+            .min_by(|(_, a), (_, b)| a.service.total_cmp(&b.service))
+            .map(|(index, _)| index)
+    }
+
+    /// The request at the head of a tenant's queue.
+    pub(super) fn head(&self, tenant: usize) -> Option<&WaitingRequest> {
+        self.tenants[tenant].waiting.first_key_value().map(|(_, waiting)| waiting)
+    }
+
+    /// Takes the head of a tenant's queue: it was admitted.
+    pub(super) fn pop_head(&mut self, tenant: usize) -> Option<WaitingRequest> {
+        let queue = &mut self.tenants[tenant];
+        let (_, waiting) = queue.waiting.pop_first()?;
+        queue.num_running += 1;
+        self.places.remove(&waiting.id);
+        Some(waiting)
+    }
+
+    /// The head did not fit: its tenant waits for a change.
+    pub(super) fn block(&mut self, tenant: usize) {
+        self.tenants[tenant].blocked_at = Some(self.changes);
+    }
+
+    /// Room or matchable blocks may have appeared.
+    pub(super) fn note_change(&mut self) {
+        self.changes += 1;
+    }
+
+    /// A running sequence of the tenant ended.
+    pub(super) fn note_end(&mut self, tenant: usize) {
+        self.tenants[tenant].num_running -= 1;
+        self.note_change();
+    }
+
+    /// Charges computed tokens to a tenant.
+    pub(super) fn charge(&mut self, tenant: usize, num_tokens: u32) {
+        let queue = &mut self.tenants[tenant];
+        queue.service += f64::from(num_tokens) / queue.tenant.weight;
+    }
+}

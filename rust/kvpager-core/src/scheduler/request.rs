@@ -1,0 +1,83 @@
+//! A request as it is submitted, and what is left of it at its end.
+
+use crate::ids::SequenceId;
+use crate::scheduler::tenant::Tenant;
+use std::sync::Arc;
+
+/// What a caller asks for.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Who owns the request and is charged for it.
+    pub tenant: Arc<Tenant>,
+    /// Token ids of the prompt, each below 2^31.
+    pub prompt: Vec<u32>,
+    /// Most tokens to sample; at least 1.
+    pub max_tokens: u32,
+    /// Tokens to sample before a stop id ends the request.
+    pub min_tokens: u32,
+    /// Token ids that end the request. The id itself is part of the output.
+    pub stop_token_ids: Vec<u32>,
+    /// Lower runs first, inside the tenant.
+    pub priority: i32,
+    /// Whether the request looks prefixes up and leaves its own blocks in the index.
+    pub reuse: bool,
+}
+
+/// Why a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// A stop token was sampled.
+    Stop,
+    /// `max_tokens` were sampled.
+    Length,
+    /// The caller aborted it.
+    Aborted,
+    /// The step that computed it failed and the caller chose to end it.
+    Error,
+}
+
+impl FinishReason {
+    /// The reason's name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::Aborted => "aborted",
+            Self::Error => "error",
+        }
+    }
+}
+
+/// The account of an ended request.
+#[derive(Clone, Debug)]
+pub struct FinishedRequest {
+    /// The request.
+    pub id: SequenceId,
+    /// Its tenant.
+    pub tenant: Arc<Tenant>,
+    /// Why it ended.
+    pub reason: FinishReason,
+    /// What the caller of `abandon` gave as the reason, if that ended it.
+    pub detail: Option<Arc<str>>,
+    /// Tokens of its prompt.
+    pub prompt_tokens: u32,
+    /// Prompt tokens whose KV came from the index at admission.
+    pub cached_tokens: u32,
+    /// Tokens sampled for it.
+    pub output_tokens: u32,
+    /// Steps in which it had tokens.
+    pub steps: u64,
+    /// Steps between its arrival and its admission (or its end, if it never ran).
+    pub queue_steps: u64,
+    /// Times its blocks were taken back while it ran.
+    pub preemptions: u64,
+}
+
+/// A request in the queue.
+#[derive(Debug)]
+pub(super) struct WaitingRequest {
+    pub(super) id: SequenceId,
+    pub(super) request: Request,
+    pub(super) arrival_step: u64,
+}

@@ -1,0 +1,22 @@
+//! Tenants: who owns requests and is charged for them.
+
+use crate::ids::{AccountId, NamespaceId};
+
+/// A tenant of one scheduler. Requests carry it as a handle; it never comes from a request's own fields.
+#[derive(Debug)]
+pub struct Tenant {
+    /// The name that its operator gave it.
+    pub name: String,
+    /// Position in the scheduler's list.
+    pub(super) index: usize,
+    /// Which scheduler made it.
+    pub(super) scheduler: u64,
+    /// The pool account that its blocks are charged to.
+    pub account: AccountId,
+    /// Its private namespace in the index, if the scheduler has one.
+    pub namespace: Option<NamespaceId>,
+    /// Most blocks it may have committed.
+    pub(super) limit_blocks: u32,
+    /// Share of service: a tenant of weight 2 gets twice the tokens of one of weight 1 while both wait.
+    pub weight: f64,
+}

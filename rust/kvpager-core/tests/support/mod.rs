@@ -1,0 +1,230 @@
+//! An engine for tests: a "model" whose KV of a position is a hash of all tokens up to it, so that a slot
+//! which holds anything else is seen the moment it is read.
+
+#![allow(dead_code, clippy::allow_attributes, reason = "each test binary uses its own part")]
+
+use kvpager_core::block_pool::{BlockPool, PoolConfig};
+use kvpager_core::prefix_index::{EvictionPolicy, Fingerprint, IndexConfig, PrefixIndex};
+use kvpager_core::scheduler::{
+    AdmissionPolicy, Batch, FinishedRequest, PADDING_SEQUENCE, Request, Scheduler, SchedulerConfig, Tenant,
+    TenantConfig, ZeroBlocks,
+};
+use kvpager_core::{Result, SequenceId};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// Hash of a prefix, one token at a time.
+pub fn mix(prefix: u64, token: u32) -> u64 {
+    let mixed = (prefix ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    mixed ^ (mixed >> 29)
+}
+
+pub fn prefix_hash(tokens: &[u32]) -> u64 {
+    tokens.iter().fold(0x5eed, |hash, &token| mix(hash, token))
+}
+
+/// The token that the model samples after a prefix.
+pub fn next_token(hash: u64) -> u32 {
+    (hash % 50) as u32
+}
+
+/// What a request must give, whatever the schedule.
+pub fn expected_output(prompt: &[u32], max_tokens: u32, stop: &[u32]) -> Vec<u32> {
+    let mut hash = prefix_hash(prompt);
+    let mut output = Vec::new();
+    while (output.len() as u32) < max_tokens {
+        let token = next_token(hash);
+        output.push(token);
+        if stop.contains(&token) {
+            break;
+        }
+        hash = mix(hash, token);
+    }
+    output
+}
+
+pub fn config(block_size: u32) -> SchedulerConfig {
+    SchedulerConfig {
+        block_size,
+        max_batch_tokens: 32,
+        max_running: 8,
+        max_model_tokens: 256,
+        max_waiting: 64,
+        max_prefill_chunk: 0,
+        policy: AdmissionPolicy::Reserve,
+        zero_blocks: ZeroBlocks::OnTenantChange,
+    }
+}
+
+pub struct Engine {
+    pub pool: Arc<BlockPool>,
+    pub index: Option<Arc<PrefixIndex>>,
+    pub scheduler: Arc<Scheduler>,
+    pub finished: HashMap<SequenceId, FinishedRequest>,
+    pub outputs: HashMap<SequenceId, Vec<u32>>,
+    /// Per slot: the hash of the prefix that its KV was computed from.
+    kv: Vec<Option<u64>>,
+    /// Account that last wrote each block, to check what is zeroed.
+    writer: Vec<Option<SequenceId>>,
+    block_size: usize,
+}
+
+impl Engine {
+    pub fn new(num_blocks: u32, config: SchedulerConfig, reuse: bool) -> Self {
+        let pool = BlockPool::new(PoolConfig { num_blocks, ..PoolConfig::default() }).unwrap();
+        let index = reuse.then(|| {
+            let index = IndexConfig { block_size: config.block_size, eviction: EvictionPolicy::Lru };
+            PrefixIndex::new(Arc::clone(&pool), index).unwrap()
+        });
+        let block_size = config.block_size as usize;
+        let scheduler = Arc::new(Scheduler::new(Arc::clone(&pool), index.clone(), config).unwrap());
+        Self {
+            kv: vec![None; num_blocks as usize * block_size],
+            writer: vec![None; num_blocks as usize],
+            pool,
+            index,
+            scheduler,
+            finished: HashMap::new(),
+            outputs: HashMap::new(),
+            block_size,
+        }
+    }
+
+    pub fn tenant(&self, name: &str) -> Arc<Tenant> {
+        self.tenant_with(name, 0, self.pool.num_blocks())
+    }
+
+    pub fn tenant_with(&self, name: &str, guaranteed: u32, limit: u32) -> Arc<Tenant> {
+        self.scheduler
+            .add_tenant(&TenantConfig {
+                name: name.to_owned(),
+                guaranteed_blocks: guaranteed,
+                limit_blocks: limit,
+                weight: 1.0,
+                fingerprint: Fingerprint::default(),
+            })
+            .unwrap()
+    }
+
+    pub fn submit(&self, tenant: &Arc<Tenant>, prompt: &[u32], max_tokens: u32) -> Result<SequenceId> {
+        self.scheduler.submit(request(tenant, prompt, max_tokens))
+    }
+
+    /// The "forward pass": checks every slot that a query sees, writes the new ones, samples.
+    pub fn run(&mut self, batch: &Batch) -> (Vec<i32>, Vec<i32>) {
+        let arrays = &batch.arrays;
+        let arena = Arc::clone(self.scheduler.arena());
+        for &block in &arrays.block_zeros {
+            let start = block as usize * self.block_size;
+            self.kv[start..start + self.block_size].fill(None);
+        }
+        let (mut token_start, mut tokens) = (vec![0], Vec::new());
+        for row in 0..arrays.sequence_ids.len() {
+            let range = arrays.query_start[row] as usize..arrays.query_start[row + 1] as usize;
+            if arrays.sequence_ids[row] == PADDING_SEQUENCE {
+                assert_eq!(arrays.context_lens[row], 0);
+                assert!(arrays.slot_mapping[range].iter().all(|&slot| slot == -1));
+                token_start.push(tokens.len() as i32);
+                continue;
+            }
+            let table_row = arrays.table_rows[row] as usize;
+            let slot_of = |position: usize| {
+                let block = arena.get(table_row, position / self.block_size).unwrap();
+                assert!(block >= 0, "position {position} has no block");
+                block as usize * self.block_size + position % self.block_size
+            };
+            let first = arrays.positions[range.start] as usize;
+            let mut hash = 0x5eed;
+            if first > 0 {
+                hash = self.kv[slot_of(first - 1)].expect("a slot is read that was never written");
+            }
+            for index in range.clone() {
+                let position = arrays.positions[index] as usize;
+                assert_eq!(arrays.slot_mapping[index] as usize, slot_of(position));
+                hash = mix(hash, arrays.token_ids[index] as u32);
+                self.kv[slot_of(position)] = Some(hash);
+            }
+            assert_eq!(arrays.context_lens[row], arrays.positions[range.end - 1] + 1);
+            if arrays.sample_rows.contains(&(range.end as i32 - 1)) {
+                let token = next_token(hash);
+                self.outputs.entry(SequenceId(arrays.sequence_ids[row])).or_default().push(token);
+                tokens.push(token as i32);
+            }
+            token_start.push(tokens.len() as i32);
+        }
+        (token_start, tokens)
+    }
+
+    /// One whole turn. Returns the batch's number of tokens.
+    pub fn turn(&mut self) -> usize {
+        let batch = self.scheduler.step(0).unwrap();
+        let (token_start, tokens) = self.run(&batch);
+        self.note(batch.arrays.finished.iter().cloned());
+        let outcome = self.scheduler.commit(batch.step_id, &token_start, &tokens).unwrap();
+        self.note(outcome.finished);
+        self.check();
+        batch.arrays.token_ids.len()
+    }
+
+    /// A turn whose model crashes after it wrote its KV.
+    pub fn abandoned_turn(&mut self, fail: bool) {
+        let batch = self.scheduler.step(0).unwrap();
+        let outputs = self.outputs.clone();
+        self.run(&batch);
+        self.outputs = outputs;
+        self.note(batch.arrays.finished.iter().cloned());
+        let outcome = self.scheduler.abandon(batch.step_id, "crash", fail).unwrap();
+        self.note(outcome.finished);
+        self.check();
+    }
+
+    pub fn note(&mut self, finished: impl IntoIterator<Item = FinishedRequest>) {
+        for request in finished {
+            let id = request.id;
+            assert!(self.finished.insert(id, request).is_none(), "request {id} ended twice");
+        }
+    }
+
+    /// Turns until nothing is left; `max_turns` is the bound that makes "never stuck" a test.
+    pub fn finish(&mut self, max_turns: usize) {
+        for _ in 0..max_turns {
+            if !self.scheduler.has_work().unwrap() {
+                return;
+            }
+            self.turn();
+        }
+        panic!("not done after {max_turns} turns: {:?}", self.scheduler.stats());
+    }
+
+    pub fn check(&self) {
+        self.pool.check_invariants().unwrap();
+        if let Some(index) = &self.index {
+            index.check_invariants().unwrap();
+        }
+        let stats = self.pool.stats();
+        assert!(stats.held + stats.reserved + stats.quarantined <= stats.capacity, "{stats:?}");
+        assert_eq!(stats.held + stats.cached + stats.free + stats.quarantined, stats.capacity, "{stats:?}");
+    }
+
+    pub fn check_idle(&self) {
+        let stats = self.pool.stats();
+        assert_eq!((stats.held, stats.reserved, stats.quarantined), (0, 0, 0), "{stats:?}");
+        assert_eq!(stats.free + stats.cached, stats.capacity);
+    }
+}
+
+pub fn request(tenant: &Arc<Tenant>, prompt: &[u32], max_tokens: u32) -> Request {
+    Request {
+        tenant: Arc::clone(tenant),
+        prompt: prompt.to_vec(),
+        max_tokens,
+        min_tokens: 0,
+        stop_token_ids: Vec::new(),
+        priority: 0,
+        reuse: true,
+    }
+}
+
+pub fn prompt(seed: u32, length: u32) -> Vec<u32> {
+    (0..length).map(|i| seed * 1000 + i).collect()
+}
