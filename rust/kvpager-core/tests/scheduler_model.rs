@@ -3,7 +3,7 @@
 
 mod support;
 
-use kvpager_core::scheduler::{FinishReason, ZeroBlocks};
+use kvpager_core::scheduler::{AdmissionPolicy, FinishReason, ForecastConfig, ZeroBlocks};
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
 use support::{Engine, config, expected_output, request};
@@ -32,9 +32,19 @@ fn operation() -> impl Strategy<Value = Operation> {
     prop_oneof![
         4 => submit,
         6 => Just(Operation::Turn),
-        1 => any::<bool>().prop_map(|fail| Operation::Abandon { fail: fail && cfg!(not(loom)) }),
+        1 => any::<bool>().prop_map(|fail| Operation::Abandon { fail }),
         1 => any::<prop::sample::Index>().prop_map(Operation::Abort),
         1 => (1..4u32).prop_map(Operation::Evict),
+    ]
+}
+
+fn policy() -> impl Strategy<Value = AdmissionPolicy> {
+    prop_oneof![
+        Just(AdmissionPolicy::Reserve),
+        Just(AdmissionPolicy::Watermark { free_share: 0.0 }),
+        Just(AdmissionPolicy::Watermark { free_share: 0.1 }),
+        Just(AdmissionPolicy::Forecast(ForecastConfig { free_share: 0.0, deviations: 0.001 })),
+        Just(AdmissionPolicy::Forecast(ForecastConfig::default())),
     ]
 }
 
@@ -53,6 +63,7 @@ proptest! {
         max_batch_tokens in 3..20u32,
         max_prefill_chunk in 0..6u32,
         cached in prop::bool::weighted(0.8),
+        policy in policy(),
         operations in prop::collection::vec(operation(), 1..60),
     ) {
         let mut config = config(block_size);
@@ -60,6 +71,8 @@ proptest! {
         config.max_batch_tokens = max_batch_tokens;
         config.max_prefill_chunk = max_prefill_chunk;
         config.zero_blocks = ZeroBlocks::Always;
+        config.policy = policy;
+        config.max_bypass = max_prefill_chunk;
         let mut engine = Engine::new(num_blocks, config, cached);
         let tenants = [
             engine.tenant("a"),
@@ -100,6 +113,9 @@ proptest! {
         }
         engine.finish(2000);
         engine.check_idle();
+        if policy == AdmissionPolicy::Reserve {
+            prop_assert_eq!(engine.scheduler.stats().num_preemptions, 0);
+        }
         for (id, prompt, max_tokens) in accepted {
             let finished = &engine.finished[&id];
             if finished.reason == FinishReason::Length {

@@ -35,7 +35,7 @@ impl Core {
             let sequence = &mut self.running[position];
             self.computed_tokens += u64::from(sequence.num_planned);
             sequence.num_computed += std::mem::take(&mut sequence.num_planned);
-            sequence.steps += 1;
+            sequence.progress.steps += 1;
             if sequence.ending.is_some() {
                 outcome.dropped_tokens += sampled.len() as u64;
                 continue;

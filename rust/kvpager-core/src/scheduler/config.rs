@@ -48,6 +48,10 @@ pub struct SchedulerConfig {
     pub max_prefill_chunk: u32,
     /// What a request must have promised before it runs.
     pub policy: AdmissionPolicy,
+    /// Requests that may pass a head of their tenant which does not fit.
+    pub max_bypass: u32,
+    /// Steps for which a head may be passed.
+    pub max_bypass_steps: u64,
     /// When blocks are zeroed.
     pub zero_blocks: ZeroBlocks,
 }
@@ -96,6 +100,7 @@ impl SchedulerConfig {
                 i32::MAX / 2
             ));
         }
+        problems.extend(self.policy.problem());
         if problems.is_empty() { Ok(()) } else { Err(Error::invalid(problems.join("; "))) }
     }
 }

@@ -4,7 +4,9 @@ use super::batch::BatchMemory;
 use super::config::{SchedulerConfig, ZeroBlocks};
 use super::inbox::{Inbox, Message};
 use super::queue::Queue;
-use super::request::{FinishReason, FinishedRequest, WaitingRequest};
+use super::policy::OutputLengths;
+use super::queue::Place;
+use super::request::{FinishReason, FinishedRequest};
 use super::sequence::Sequence;
 use crate::block_pool::{BlockPool, StepEpoch};
 use crate::block_tables::BlockTables;
@@ -34,7 +36,7 @@ pub(super) struct Core {
     pub(super) tables: BlockTables,
     pub(super) memory: BatchMemory,
     pub(super) queue: Queue,
-    /// In order of admission.
+    /// Oldest first: in order of id, which is order of arrival.
     pub(super) running: Vec<Sequence>,
     pub(super) open: Option<OpenStep>,
     pub(super) last_step: StepId,
@@ -46,8 +48,16 @@ pub(super) struct Core {
     pub(super) spare_planned: Vec<u32>,
     /// Memory for the blocks of one growth or insertion.
     pub(super) scratch: Vec<BlockHandle>,
+    /// Blocks drawn since the last batch that must be zeroed before their first write.
+    pub(super) zeros: Vec<i32>,
+    /// Memory for the requests behind a blocked head.
+    pub(super) places: Vec<Place>,
+    /// What `forecast` has learned.
+    pub(super) lengths: OutputLengths,
     pub(super) computed_tokens: u64,
+    pub(super) recomputed_tokens: u64,
     pub(super) dropped_tokens: u64,
+    pub(super) num_preemptions: u64,
 }
 
 impl Core {
@@ -70,8 +80,13 @@ impl Core {
             ended: Vec::new(),
             spare_planned: Vec::with_capacity(config.max_running as usize),
             scratch: Vec::with_capacity(max_blocks),
+            zeros: Vec::new(),
+            places: Vec::new(),
+            lengths: OutputLengths::default(),
             computed_tokens: 0,
+            recomputed_tokens: 0,
             dropped_tokens: 0,
+            num_preemptions: 0,
             config,
         })
     }
@@ -81,7 +96,7 @@ impl Core {
         while let Some(message) = inbox.pop() {
             match message {
                 Message::Submit(mut waiting) => {
-                    waiting.arrival_step = self.last_step.0;
+                    waiting.progress.arrival_step = self.last_step.0;
                     self.queue.push(*waiting);
                 }
                 Message::Abort(id) => self.note_abort(id, inbox),
@@ -92,25 +107,12 @@ impl Core {
     /// A waiting request ends here; a running one when no open step may touch its blocks.
     fn note_abort(&mut self, id: SequenceId, inbox: &Inbox) {
         if let Some(waiting) = self.queue.remove(id) {
-            inbox.leave_place();
-            self.ended.push(self.account_of_waiting(waiting));
-        } else if let Some(sequence) = self.running.iter_mut().find(|sequence| sequence.id == id) {
-            sequence.ending = Some(FinishReason::Aborted);
-        }
-    }
-
-    fn account_of_waiting(&self, waiting: WaitingRequest) -> FinishedRequest {
-        FinishedRequest {
-            id: waiting.id,
-            prompt_tokens: waiting.request.prompt.len() as u32,
-            tenant: waiting.request.tenant,
-            reason: FinishReason::Aborted,
-            detail: None,
-            cached_tokens: 0,
-            output_tokens: 0,
-            steps: 0,
-            queue_steps: self.last_step.0 - waiting.arrival_step,
-            preemptions: 0,
+            if waiting.progress.queue_steps.is_none() {
+                inbox.leave_place();
+            }
+            self.ended.push(waiting.account(FinishReason::Aborted, self.last_step.0));
+        } else if let Ok(position) = self.running.binary_search_by_key(&id, |sequence| sequence.id) {
+            self.running[position].ending = Some(FinishReason::Aborted);
         }
     }
 
@@ -128,51 +130,65 @@ impl Core {
                 position += 1;
                 continue;
             };
-            // `remove`, not `swap_remove`: the order of admission is the order of service.
-            let sequence = self.running.remove(position);
+            // `remove`, not `swap_remove`: age is the order of service.
+            let mut sequence = self.running.remove(position);
             inbox.end_id(sequence.id);
+            if matches!(reason, FinishReason::Stop | FinishReason::Length) {
+                self.lengths.learn(sequence.num_outputs());
+            }
             finished.push(sequence.account(reason, detail.cloned()));
-            self.release(sequence)?;
+            self.release(&mut sequence)?;
         }
         Ok(())
     }
 
-    /// Gives back all that a sequence has. Its indexed blocks stay cached.
-    fn release(&mut self, sequence: Sequence) -> Result<()> {
+    /// Gives back all that a sequence has but the reservation, which goes when it is dropped. Its indexed blocks
+    /// stay cached.
+    pub(super) fn release(&mut self, sequence: &mut Sequence) -> Result<()> {
         self.tables.free_row(sequence.row);
-        self.queue.note_end(sequence.tenant.index);
-        self.pool.release(&sequence.blocks[sequence.num_indexed as usize..])
-        // Dropping the sequence unpins its node and returns what is left of its reservation.
+        self.queue.note_end(sequence.request.tenant.index);
+        sequence.pin = None;
+        let own = sequence.blocks.split_off(sequence.num_indexed as usize);
+        sequence.blocks.clear();
+        self.pool.release(&own)
     }
 
-    /// Draws blocks from the sequence's reservation until its tables cover `num_tokens` positions. False if
-    /// cached blocks are in the way and cannot be evicted now.
-    pub(super) fn grow(&mut self, position: usize, num_tokens: u32, zeros: &mut Vec<i32>) -> Result<bool> {
+    /// Gives a sequence the blocks that cover `num_tokens` positions. `Ok(Err(error))` says what is short: the
+    /// pool, its quota, or cached blocks that cannot be evicted now.
+    pub(super) fn grow(&mut self, position: usize, num_tokens: u32) -> Result<std::result::Result<(), Error>> {
         let sequence = &mut self.running[position];
         let have = sequence.blocks.len();
-        let want = self.config.blocks_for(num_tokens) as usize;
-        if want <= have {
-            return Ok(true);
+        let missing = (self.config.blocks_for(num_tokens) as usize).saturating_sub(have);
+        if missing == 0 {
+            return Ok(Ok(()));
         }
+        let promised = sequence.reservation.num_blocks() as usize;
         self.scratch.clear();
-        self.scratch.resize(want - have, BlockHandle::from_bits(0));
-        if !draw(self.index.as_deref(), sequence, &mut self.scratch)? {
-            return Ok(false);
+        self.scratch.resize(missing, BlockHandle::from_bits(0));
+        let more = missing.saturating_sub(promised) as u32;
+        let drawn = if more > 0 { sequence.reservation.grow(more) } else { Ok(()) };
+        match drawn.and_then(|()| draw(self.index.as_deref(), sequence, &mut self.scratch)) {
+            Ok(()) => {}
+            Err(error @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. } | Error::NeedsReclaim { .. })) => {
+                return Ok(Err(error));
+            }
+            Err(error) => return Err(error),
         }
         for &block in &self.scratch {
             sequence.blocks.push(block);
             self.tables.append(sequence.row, block.id());
-            let owner = std::mem::replace(&mut self.last_owner[block.id().0 as usize], sequence.tenant.account.0);
+            let account = sequence.request.tenant.account.0;
+            let owner = std::mem::replace(&mut self.last_owner[block.id().0 as usize], account);
             let zero = match self.config.zero_blocks {
                 ZeroBlocks::Never => false,
                 ZeroBlocks::Always => true,
-                ZeroBlocks::OnTenantChange => owner != NO_OWNER && owner != sequence.tenant.account.0,
+                ZeroBlocks::OnTenantChange => owner != NO_OWNER && owner != account,
             };
             if zero {
-                zeros.push(block.id().0 as i32);
+                self.zeros.push(block.id().0 as i32);
             }
         }
-        Ok(true)
+        Ok(Ok(()))
     }
 
     /// The open step, which must be `step_id`.
@@ -196,19 +212,18 @@ impl Core {
 }
 
 /// Takes blocks out of a reservation, evicting cached ones where they are in the way.
-fn draw(index: Option<&PrefixIndex>, sequence: &mut Sequence, out: &mut [BlockHandle]) -> Result<bool> {
+fn draw(index: Option<&PrefixIndex>, sequence: &mut Sequence, out: &mut [BlockHandle]) -> Result<()> {
     loop {
         match sequence.reservation.allocate(out) {
-            Ok(()) => return Ok(true),
-            Err(Error::NeedsReclaim { needed, free, .. }) => {
+            Err(Error::NeedsReclaim { needed, free, cached }) => {
                 let missing = u32::try_from(needed.saturating_sub(free).max(1)).unwrap_or(u32::MAX);
                 // Another thread may have taken what was evicted; whoever holds capacity gets a block in the
                 // end, so the loop ends when eviction finds nothing.
                 if index.is_none_or(|index| index.evict(missing) == 0) {
-                    return Ok(false);
+                    return Err(Error::NeedsReclaim { needed, free, cached });
                 }
             }
-            Err(error) => return Err(error),
+            other => return other,
         }
     }
 }

@@ -7,6 +7,7 @@
 //! A request is admitted when its prefix is pinned and the policy's blocks are reserved for it. Waiting
 //! requests hold nothing. See `docs/notes/scheduler.md`.
 
+mod admit;
 mod batch;
 mod commit;
 mod config;
@@ -14,6 +15,7 @@ mod core;
 mod inbox;
 mod plan;
 mod policy;
+mod preempt;
 mod queue;
 mod request;
 mod sequence;
@@ -22,7 +24,7 @@ mod tenant;
 pub use batch::{Batch, BatchArrays, NO_SLOT, PADDING_SEQUENCE};
 pub use commit::CommitOutcome;
 pub use config::{SchedulerConfig, ZeroBlocks};
-pub use policy::{AdmissionPolicy, AdmissionRequest};
+pub use policy::{AdmissionPolicy, AdmissionRequest, AdmissionRoom, ForecastConfig, OutputLengths};
 pub use request::{FinishReason, FinishedRequest, Request};
 pub use tenant::Tenant;
 
@@ -66,6 +68,8 @@ pub struct SchedulerStats {
     pub steps: u64,
     /// Tokens whose KV was computed in committed steps.
     pub computed_tokens: u64,
+    /// Tokens computed again because their blocks had been taken back.
+    pub recomputed_tokens: u64,
     /// Tokens that came for ended sequences.
     pub dropped_tokens: u64,
     /// Times that a running sequence's blocks were taken back. Always 0 under `reserve`.
@@ -85,7 +89,9 @@ pub struct Scheduler {
     num_running: AtomicU32,
     steps: AtomicU64,
     computed_tokens: AtomicU64,
+    recomputed_tokens: AtomicU64,
     dropped_tokens: AtomicU64,
+    num_preemptions: AtomicU64,
 }
 
 impl Scheduler {
@@ -121,7 +127,9 @@ impl Scheduler {
             num_running: AtomicU32::new(0),
             steps: AtomicU64::new(0),
             computed_tokens: AtomicU64::new(0),
+            recomputed_tokens: AtomicU64::new(0),
             dropped_tokens: AtomicU64::new(0),
+            num_preemptions: AtomicU64::new(0),
         })
     }
 
@@ -190,7 +198,7 @@ impl Scheduler {
             retryable: true,
         })?;
         let id = self.inbox.issue_id();
-        let waiting = WaitingRequest { id, request, arrival_step: 0 };
+        let waiting = WaitingRequest::new(id, request);
         self.inbox.push(Message::Submit(Box::new(waiting)));
         Ok(id)
     }
@@ -311,8 +319,9 @@ impl Scheduler {
             num_waiting: u64::from(self.inbox.num_waiting()),
             steps: self.steps.load(Ordering::Relaxed),
             computed_tokens: self.computed_tokens.load(Ordering::Relaxed),
+            recomputed_tokens: self.recomputed_tokens.load(Ordering::Relaxed),
             dropped_tokens: self.dropped_tokens.load(Ordering::Relaxed),
-            num_preemptions: 0,
+            num_preemptions: self.num_preemptions.load(Ordering::Relaxed),
         }
     }
 
@@ -320,7 +329,9 @@ impl Scheduler {
         self.num_running.store(core.running.len() as u32, Ordering::Relaxed);
         self.steps.store(core.last_step.0, Ordering::Relaxed);
         self.computed_tokens.store(core.computed_tokens, Ordering::Relaxed);
+        self.recomputed_tokens.store(core.recomputed_tokens, Ordering::Relaxed);
         self.dropped_tokens.store(core.dropped_tokens, Ordering::Relaxed);
+        self.num_preemptions.store(core.num_preemptions, Ordering::Relaxed);
     }
 
     fn enter(&self) -> Result<MutexGuard<'_, Core>> {

@@ -8,13 +8,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Place in a tenant's queue: priority, then age.
-type Place = (i32, SequenceId);
+pub(super) type Place = (i32, SequenceId);
 
-#[derive(Debug)]
 struct TenantQueue {
     tenant: Arc<Tenant>,
     waiting: BTreeMap<Place, WaitingRequest>,
-    /// Computed tokens over weight.
+    /// Computed tokens, and blocks x steps held, over weight.
     service: f64,
     num_running: u32,
     /// Value of the change counter at which its head did not fit; it is not looked at again before a change.
@@ -28,7 +27,7 @@ impl TenantQueue {
 }
 
 /// The waiting requests of all tenants.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct Queue {
     tenants: Vec<TenantQueue>,
     places: HashMap<SequenceId, (usize, Place), foldhash::fast::RandomState>,
@@ -98,23 +97,37 @@ impl Queue {
             .map(|(index, _)| index)
     }
 
-    /// The request at the head of a tenant's queue.
-    pub(super) fn head(&self, tenant: usize) -> Option<&WaitingRequest> {
-        self.tenants[tenant].waiting.first_key_value().map(|(_, waiting)| waiting)
+    /// Place of the request at the head of a tenant's queue.
+    pub(super) fn head(&self, tenant: usize) -> Option<Place> {
+        self.tenants[tenant].waiting.first_key_value().map(|(place, _)| *place)
     }
 
-    /// Takes the head of a tenant's queue: it was admitted.
-    pub(super) fn pop_head(&mut self, tenant: usize) -> Option<WaitingRequest> {
+    pub(super) fn get(&self, tenant: usize, place: Place) -> Option<&WaitingRequest> {
+        self.tenants[tenant].waiting.get(&place)
+    }
+
+    /// Takes a request out: it was admitted.
+    pub(super) fn pop(&mut self, tenant: usize, place: Place) -> Option<WaitingRequest> {
         let queue = &mut self.tenants[tenant];
-        let (_, waiting) = queue.waiting.pop_first()?;
+        let waiting = queue.waiting.remove(&place)?;
         queue.num_running += 1;
         self.places.remove(&waiting.id);
         Some(waiting)
     }
 
-    /// The head did not fit: its tenant waits for a change.
-    pub(super) fn block(&mut self, tenant: usize) {
-        self.tenants[tenant].blocked_at = Some(self.changes);
+    /// The head did not fit: its tenant waits for a change. Returns the head, to note who passes it.
+    pub(super) fn block(&mut self, tenant: usize, step: u64) -> Option<&mut WaitingRequest> {
+        let queue = &mut self.tenants[tenant];
+        queue.blocked_at = Some(self.changes);
+        let mut head = queue.waiting.first_entry()?;
+        head.get_mut().blocked_since.get_or_insert(step);
+        Some(head.into_mut())
+    }
+
+    /// Places of the requests behind the head, at most `depth`.
+    pub(super) fn behind_head(&self, tenant: usize, depth: usize, places: &mut Vec<Place>) {
+        places.clear();
+        places.extend(self.tenants[tenant].waiting.keys().skip(1).take(depth));
     }
 
     /// Room or matchable blocks may have appeared.
@@ -122,15 +135,15 @@ impl Queue {
         self.changes += 1;
     }
 
-    /// A running sequence of the tenant ended.
+    /// A running sequence of the tenant ended or was preempted.
     pub(super) fn note_end(&mut self, tenant: usize) {
         self.tenants[tenant].num_running -= 1;
         self.note_change();
     }
 
-    /// Charges computed tokens to a tenant.
-    pub(super) fn charge(&mut self, tenant: usize, num_tokens: u32) {
+    /// Charges service to a tenant.
+    pub(super) fn charge(&mut self, tenant: usize, service: u64) {
         let queue = &mut self.tenants[tenant];
-        queue.service += f64::from(num_tokens) / queue.tenant.weight;
+        queue.service += service as f64 / queue.tenant.weight;
     }
 }

@@ -74,10 +74,71 @@ pub struct FinishedRequest {
     pub preemptions: u64,
 }
 
-/// A request in the queue.
+/// What a request has behind it; it survives a preemption.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Progress {
+    pub(super) prompt_tokens: u32,
+    pub(super) arrival_step: u64,
+    /// Steps it waited before it first ran; `None` before that.
+    pub(super) queue_steps: Option<u64>,
+    pub(super) cached_tokens: u32,
+    pub(super) steps: u64,
+    pub(super) preemptions: u64,
+    /// Tokens whose KV had been computed when it was last preempted.
+    pub(super) lost_tokens: u32,
+}
+
+/// A request in the queue: new, or preempted.
 #[derive(Debug)]
 pub(super) struct WaitingRequest {
     pub(super) id: SequenceId,
+    /// Its `prompt` has all tokens known by now, those sampled before a preemption included.
     pub(super) request: Request,
-    pub(super) arrival_step: u64,
+    pub(super) progress: Progress,
+    /// Requests that passed it while it was the head and did not fit.
+    pub(super) bypassed: u32,
+    /// Step in which it first did not fit as the head.
+    pub(super) blocked_since: Option<u64>,
+}
+
+impl WaitingRequest {
+    pub(super) fn new(id: SequenceId, request: Request) -> Self {
+        let progress = Progress { prompt_tokens: request.prompt.len() as u32, ..Progress::default() };
+        Self { id, request, progress, bypassed: 0, blocked_since: None }
+    }
+
+    /// Tokens sampled before a preemption.
+    pub(super) fn num_outputs(&self) -> u32 {
+        self.request.prompt.len() as u32 - self.progress.prompt_tokens
+    }
+
+    /// The account of a request that ends while it waits.
+    pub(super) fn account(self, reason: FinishReason, step: u64) -> FinishedRequest {
+        let output_tokens = self.num_outputs();
+        let queue_steps = self.progress.queue_steps.unwrap_or(step - self.progress.arrival_step);
+        account(self.id, &self.request.tenant, self.progress, (output_tokens, queue_steps), reason, None)
+    }
+}
+
+/// The account of a request with (`output_tokens`, `queue_steps`).
+pub(super) fn account(
+    id: SequenceId,
+    tenant: &Arc<Tenant>,
+    progress: Progress,
+    (output_tokens, queue_steps): (u32, u64),
+    reason: FinishReason,
+    detail: Option<Arc<str>>,
+) -> FinishedRequest {
+    FinishedRequest {
+        id,
+        tenant: Arc::clone(tenant),
+        reason,
+        detail,
+        prompt_tokens: progress.prompt_tokens,
+        cached_tokens: progress.cached_tokens,
+        output_tokens,
+        steps: progress.steps,
+        queue_steps,
+        preemptions: progress.preemptions,
+    }
 }

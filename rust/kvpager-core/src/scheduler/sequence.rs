@@ -1,22 +1,17 @@
 //! One running sequence: its tokens, its blocks and what is promised to it.
 
-use super::request::{FinishReason, FinishedRequest};
-use super::tenant::Tenant;
+use super::request::{FinishReason, FinishedRequest, Progress, Request, WaitingRequest, account};
 use crate::block_pool::Reservation;
 use crate::ids::{BlockHandle, SequenceId};
 use crate::prefix_index::Pin;
 use std::sync::Arc;
 
-#[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) id: SequenceId,
-    pub(super) tenant: Arc<Tenant>,
+    /// As submitted, but for its `prompt`, which has moved to `tokens`.
+    pub(super) request: Request,
     /// Prompt, then what was sampled.
     pub(super) tokens: Vec<u32>,
-    pub(super) prompt_tokens: u32,
-    pub(super) max_tokens: u32,
-    pub(super) min_tokens: u32,
-    pub(super) stop_token_ids: Vec<u32>,
     /// Leading tokens whose KV is written and committed.
     pub(super) num_computed: u32,
     /// Tokens after those that the open step computes.
@@ -30,9 +25,9 @@ pub(super) struct Sequence {
     pub(super) row: u32,
     /// Set when the sequence has ended and waits for its removal, which no open step may see.
     pub(super) ending: Option<FinishReason>,
-    pub(super) cached_tokens: u32,
-    pub(super) steps: u64,
-    pub(super) queue_steps: u64,
+    /// Whether a token was sampled since its admission; only then may it be a victim.
+    pub(super) has_sampled: bool,
+    pub(super) progress: Progress,
 }
 
 impl Sequence {
@@ -47,30 +42,31 @@ impl Sequence {
     }
 
     pub(super) fn num_outputs(&self) -> u32 {
-        self.tokens.len() as u32 - self.prompt_tokens
+        self.tokens.len() as u32 - self.progress.prompt_tokens
     }
 
     /// Adds a sampled token; the reason if it ends the sequence.
     pub(super) fn push_token(&mut self, token: u32) -> Option<FinishReason> {
         self.tokens.push(token);
-        if self.num_outputs() >= self.min_tokens && self.stop_token_ids.contains(&token) {
+        self.has_sampled = true;
+        if self.request.stop_token_ids.contains(&token) && self.num_outputs() >= self.request.min_tokens {
             return Some(FinishReason::Stop);
         }
-        (self.num_outputs() >= self.max_tokens).then_some(FinishReason::Length)
+        (self.num_outputs() >= self.request.max_tokens).then_some(FinishReason::Length)
     }
 
     pub(super) fn account(&self, reason: FinishReason, detail: Option<Arc<str>>) -> FinishedRequest {
-        FinishedRequest {
-            id: self.id,
-            tenant: Arc::clone(&self.tenant),
-            reason,
-            detail,
-            prompt_tokens: self.prompt_tokens,
-            cached_tokens: self.cached_tokens,
-            output_tokens: self.num_outputs(),
-            steps: self.steps,
-            queue_steps: self.queue_steps,
-            preemptions: 0,
-        }
+        let numbers = (self.num_outputs(), self.progress.queue_steps.unwrap_or(0));
+        account(self.id, &self.request.tenant, self.progress, numbers, reason, detail)
+    }
+
+    /// The request that goes back to the queue with all its tokens; the blocks are released by then.
+    pub(super) fn into_waiting(self) -> WaitingRequest {
+        let mut progress = self.progress;
+        progress.preemptions += 1;
+        progress.lost_tokens = self.num_computed;
+        let mut request = self.request;
+        request.prompt = self.tokens;
+        WaitingRequest { id: self.id, request, progress, bypassed: 0, blocked_since: None }
     }
 }

@@ -52,6 +52,8 @@ pub fn config(block_size: u32) -> SchedulerConfig {
         max_waiting: 64,
         max_prefill_chunk: 0,
         policy: AdmissionPolicy::Reserve,
+        max_bypass: 8,
+        max_bypass_steps: 64,
         zero_blocks: ZeroBlocks::OnTenantChange,
     }
 }

@@ -1,0 +1,191 @@
+//! Admission: the next request of the tenant that is served next, if what its policy asks for is there.
+
+use super::core::Core;
+use super::inbox::Inbox;
+use super::policy::{AdmissionRequest, AdmissionRoom};
+use super::queue::Place;
+use super::request::WaitingRequest;
+use super::sequence::Sequence;
+use crate::prefix_index::Pin;
+use crate::{Error, Result};
+
+/// Requests behind a blocked head that are looked at.
+const BYPASS_DEPTH: usize = 64;
+
+impl Core {
+    /// Admits until the budget, the running places or the room are used up.
+    pub(super) fn admit(&mut self, inbox: &Inbox, budget: &mut u32) -> Result<()> {
+        let mut growth = None;
+        while self.has_place(*budget) {
+            let Some(tenant) = self.queue.next_tenant() else { break };
+            let Some(head) = self.queue.head(tenant) else { break };
+            if !self.try_admit(tenant, head, inbox, budget, &mut growth)? {
+                self.admit_behind(tenant, inbox, budget, &mut growth)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn has_place(&self, budget: u32) -> bool {
+        budget > 0 && self.running.len() < self.config.max_running as usize
+    }
+
+    /// Lets small requests pass a head that does not fit, as many and for as long as the limits say; after
+    /// that, what becomes free is kept for the head.
+    fn admit_behind(
+        &mut self,
+        tenant: usize,
+        inbox: &Inbox,
+        budget: &mut u32,
+        growth: &mut Option<f64>,
+    ) -> Result<()> {
+        let step = self.last_step.0;
+        let Some(head) = self.queue.block(tenant, step) else { return Ok(()) };
+        let since = head.blocked_since.unwrap_or(step);
+        let mut allowance = self.config.max_bypass.saturating_sub(head.bypassed);
+        if step - since >= self.config.max_bypass_steps {
+            allowance = 0;
+        }
+        if allowance == 0 {
+            return Ok(());
+        }
+        let mut places = std::mem::take(&mut self.places);
+        self.queue.behind_head(tenant, BYPASS_DEPTH, &mut places);
+        let mut passed = 0;
+        for &place in &places {
+            if passed == allowance || !self.has_place(*budget) {
+                break;
+            }
+            if self.try_admit(tenant, place, inbox, budget, growth)? {
+                passed += 1;
+            }
+        }
+        self.places = places;
+        if let Some(head) = self.queue.block(tenant, step) {
+            head.bypassed += passed;
+        }
+        Ok(())
+    }
+
+    /// Admits one request if what it needs can be promised to it, and plans its first chunk. Otherwise it
+    /// keeps nothing.
+    fn try_admit(
+        &mut self,
+        tenant: usize,
+        place: Place,
+        inbox: &Inbox,
+        budget: &mut u32,
+        growth: &mut Option<f64>,
+    ) -> Result<bool> {
+        let Some(waiting) = self.queue.get(tenant, place) else { return Ok(false) };
+        let request = &waiting.request;
+        self.scratch.clear();
+        let mut pin: Option<Pin> = None;
+        if let (true, Some(index), Some(namespace)) = (request.reuse, &self.index, request.tenant.namespace) {
+            match index.match_prefix(namespace, &request.prompt, &mut self.scratch) {
+                Ok(found) => pin = Some(found),
+                Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. }) => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        let asked = AdmissionRequest {
+            prompt_tokens: waiting.progress.prompt_tokens,
+            known_tokens: request.prompt.len() as u32,
+            max_tokens: request.max_tokens,
+            pinned_blocks: self.scratch.len() as u32,
+        };
+        let need = self.config.policy.blocks_to_reserve(&self.config, asked);
+        let own_growth = self.expected_growth(waiting);
+        if self.config.policy.overcommits() && !self.running.is_empty() {
+            let running = *growth.get_or_insert_with(|| self.growth_of_running());
+            let stats = self.pool.stats();
+            let room = AdmissionRoom {
+                uncommitted_blocks: stats.capacity - stats.held - stats.reserved - stats.quarantined,
+                capacity_blocks: stats.capacity,
+                remaining_squared: running + own_growth,
+            };
+            let leave = self.config.policy.blocks_to_leave(&self.config, room);
+            if u64::from(need) + leave > room.uncommitted_blocks {
+                return Ok(false);
+            }
+        }
+        let reservation = match self.pool.reserve(request.tenant.account, need) {
+            Ok(reservation) => reservation,
+            Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. }) => return Ok(false),
+            Err(error) => return Err(error),
+        };
+        let Some(row) = self.tables.take_row() else { return Ok(false) };
+        let Some(waiting) = self.queue.pop(tenant, place) else { return Ok(false) };
+        if waiting.progress.queue_steps.is_none() {
+            inbox.leave_place();
+        }
+        *growth = growth.map(|running| running + own_growth);
+        let sequence = self.start(waiting, pin, reservation, row);
+        let position = self.running.partition_point(|other| other.id < sequence.id);
+        self.running.insert(position, sequence);
+        self.plan_chunk(position, budget)?;
+        Ok(true)
+    }
+
+    /// A sequence whose first blocks are the matched ones in `scratch`.
+    fn start(
+        &mut self,
+        mut waiting: WaitingRequest,
+        pin: Option<Pin>,
+        reservation: crate::block_pool::Reservation,
+        row: u32,
+    ) -> Sequence {
+        let pinned = self.scratch.len() as u32;
+        let matched_tokens = pinned * self.config.block_size;
+        for block in &self.scratch {
+            self.tables.append(row, block.id());
+        }
+        let progress = &mut waiting.progress;
+        if progress.queue_steps.is_none() {
+            progress.queue_steps = Some(self.last_step.0 - progress.arrival_step - 1);
+            progress.cached_tokens = matched_tokens;
+        }
+        self.recomputed_tokens += u64::from(std::mem::take(&mut progress.lost_tokens).saturating_sub(matched_tokens));
+        let mut tokens = std::mem::take(&mut waiting.request.prompt);
+        let longest = progress.prompt_tokens + waiting.request.max_tokens;
+        let mut blocks = Vec::with_capacity(self.config.blocks_for(longest) as usize);
+        tokens.reserve_exact(longest as usize - tokens.len());
+        blocks.extend_from_slice(&self.scratch);
+        Sequence {
+            id: waiting.id,
+            request: waiting.request,
+            tokens,
+            num_computed: matched_tokens,
+            num_planned: 0,
+            blocks,
+            num_indexed: pinned,
+            pin,
+            reservation,
+            row,
+            ending: None,
+            has_sampled: false,
+            progress: waiting.progress,
+        }
+    }
+
+    /// Expected square of what a waiting request will output, if the policy asks for it.
+    fn expected_growth(&self, waiting: &WaitingRequest) -> f64 {
+        if !self.config.policy.forecasts() {
+            return 0.0;
+        }
+        let age = waiting.num_outputs();
+        self.lengths.remaining_squared(age, waiting.request.max_tokens - age)
+    }
+
+    /// The same, summed over the running sequences.
+    fn growth_of_running(&self) -> f64 {
+        if !self.config.policy.forecasts() {
+            return 0.0;
+        }
+        let of = |sequence: &Sequence| {
+            let age = sequence.num_outputs();
+            self.lengths.remaining_squared(age, sequence.request.max_tokens - age)
+        };
+        self.running.iter().map(of).sum()
+    }
+}
