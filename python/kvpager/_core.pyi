@@ -508,6 +508,9 @@ class SchedulerStats:
     def dropped_tokens(self) -> int:
         """Tokens that came for ended sequences."""
     @property
+    def recomputed_tokens(self) -> int:
+        """Tokens computed again because their blocks had been taken back."""
+    @property
     def num_preemptions(self) -> int:
         """Times a running sequence's blocks were taken back; always 0 under `reserve`."""
 
@@ -593,7 +596,10 @@ class Scheduler:
         max_model_tokens: longest sequence, prompt and output together.
         max_waiting: requests that may wait at once.
         max_prefill_chunk: longest prefill chunk of one sequence in a step; None for the whole budget.
-        policy: what must be promised before a request runs.
+        policy: what must be promised before a request runs. `reserve`: prompt and maximum output, so it is never
+            preempted; `watermark` and `forecast` overcommit and preempt (recompute) when they were wrong.
+        max_bypass: requests that may pass the head of their tenant's queue while it does not fit.
+        max_bypass_steps: steps for which a head may be passed.
         zero_blocks: when a block is listed in `Batch.block_zeros` before its first write.
 
     Raises:
@@ -611,7 +617,9 @@ class Scheduler:
         max_model_tokens: int = 8192,
         max_waiting: int = 1024,
         max_prefill_chunk: int | None = None,
-        policy: Literal["reserve"] = "reserve",
+        policy: Literal["reserve", "watermark", "forecast"] = "reserve",
+        max_bypass: int = 64,
+        max_bypass_steps: int = 4096,
         zero_blocks: Literal["never", "on_tenant_change", "always"] = "on_tenant_change",
     ) -> Self: ...
     def add_tenant(

@@ -251,9 +251,13 @@ fn a_bad_commit_changes_nothing() {
     let id = engine.submit(&tenant, &prompt, 2).unwrap();
     let batch = engine.scheduler.step(0).unwrap();
     let (token_start, tokens) = engine.run(&batch);
-    for (start, ids) in
-        [(vec![0], vec![]), (vec![0, 2], vec![1, 2]), (vec![0, 0], vec![]), (vec![0, 1], vec![-1]), (vec![0, 1], vec![])]
-    {
+    for (start, ids) in [
+        (vec![0], vec![]),
+        (vec![0, 2], vec![1, 2]),
+        (vec![0, 0], vec![]),
+        (vec![0, 1], vec![-1]),
+        (vec![0, 1], vec![]),
+    ] {
         assert!(engine.scheduler.commit(batch.step_id, &start, &ids).is_err());
     }
     assert!(engine.scheduler.step(0).is_err(), "a second step while one is open");

@@ -18,8 +18,8 @@ enum Operation {
 }
 
 fn operation() -> impl Strategy<Value = Operation> {
-    let submit = (0..3usize, 0..3u32, 0..12u32, 1..8u32, 1..8u32, prop::bool::weighted(0.9), 0..2i32).prop_map(
-        |(tenant, family, shared, own, max_tokens, reuse, priority)| Operation::Submit {
+    let submit = (0..3usize, 0..3u32, 0..12u32, 1..8u32, 1..8u32, prop::bool::weighted(0.9), 0..2i32)
+        .prop_map(|(tenant, family, shared, own, max_tokens, reuse, priority)| Operation::Submit {
             tenant,
             family,
             shared,
@@ -27,8 +27,7 @@ fn operation() -> impl Strategy<Value = Operation> {
             max_tokens,
             reuse,
             priority,
-        },
-    );
+        });
     prop_oneof![
         4 => submit,
         6 => Just(Operation::Turn),

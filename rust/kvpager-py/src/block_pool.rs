@@ -53,27 +53,29 @@ impl PyPoolStats {
 
 /// The blocks of a device.
 #[pyclass(name = "BlockPool", module = "kvpager._core", frozen)]
-pub(crate) struct PyBlockPool(pub(crate) Arc<BlockPool>);
+pub(crate) struct PyBlockPool {
+    pub(crate) inner: Arc<BlockPool>,
+}
 
 #[pymethods]
 impl PyBlockPool {
     #[new]
     #[pyo3(signature = (num_blocks, *, max_accounts=64, max_open_steps=8))]
     fn new(num_blocks: u32, max_accounts: u32, max_open_steps: u32) -> PyResult<Self> {
-        Ok(Self(BlockPool::new(PoolConfig { num_blocks, max_accounts, max_open_steps }).py()?))
+        Ok(Self { inner: BlockPool::new(PoolConfig { num_blocks, max_accounts, max_open_steps }).py()? })
     }
 
     #[getter]
     fn num_blocks(&self) -> u32 {
-        self.0.num_blocks()
+        self.inner.num_blocks()
     }
 
     fn stats(&self) -> PyPoolStats {
-        PyPoolStats(self.0.stats())
+        PyPoolStats(self.inner.stats())
     }
 
     fn check_invariants(&self) -> PyResult<()> {
-        self.0.check_invariants().map_err(pyo3::exceptions::PyAssertionError::new_err)
+        self.inner.check_invariants().map_err(pyo3::exceptions::PyAssertionError::new_err)
     }
 }
 

@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 
 mod arrays;
 mod attention;
+mod batch;
 mod block_pool;
 mod error;
 mod geometry;

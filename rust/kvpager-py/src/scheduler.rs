@@ -6,8 +6,8 @@ use crate::block_pool::PyBlockPool;
 use crate::error::{IntoPyResult, invalid};
 use crate::prefix_index::{PyFingerprint, PyPrefixIndex};
 use kvpager_core::scheduler::{
-    AdmissionPolicy, CommitOutcome, FinishedRequest, Request, Scheduler, SchedulerConfig, SchedulerStats, Tenant,
-    TenantConfig, ZeroBlocks,
+    AdmissionPolicy, CommitOutcome, FinishedRequest, Request, Scheduler, SchedulerConfig, SchedulerStats,
+    Tenant, TenantConfig, ZeroBlocks,
 };
 use kvpager_core::{SequenceId, StepId};
 use pyo3::prelude::*;
@@ -155,6 +155,11 @@ impl PySchedulerStats {
     }
 
     #[getter]
+    fn recomputed_tokens(&self) -> u64 {
+        self.0.recomputed_tokens
+    }
+
+    #[getter]
     fn num_preemptions(&self) -> u64 {
         self.0.num_preemptions
     }
@@ -176,7 +181,7 @@ impl PyScheduler {
     #[new]
     #[pyo3(signature = (pool, index=None, *, block_size=16, max_batch_tokens=512, max_running=64,
         max_model_tokens=8192, max_waiting=1024, max_prefill_chunk=None, policy="reserve",
-        zero_blocks="on_tenant_change"))]
+        max_bypass=64, max_bypass_steps=4096, zero_blocks="on_tenant_change"))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
         pool: &PyBlockPool,
@@ -188,6 +193,8 @@ impl PyScheduler {
         max_waiting: u32,
         max_prefill_chunk: Option<u32>,
         policy: &str,
+        max_bypass: u32,
+        max_bypass_steps: u64,
         zero_blocks: &str,
     ) -> PyResult<Self> {
         if max_prefill_chunk == Some(0) {
@@ -200,11 +207,13 @@ impl PyScheduler {
             max_model_tokens,
             max_waiting,
             max_prefill_chunk: max_prefill_chunk.unwrap_or(0),
+            max_bypass,
+            max_bypass_steps,
             policy: AdmissionPolicy::from_name(policy).py()?,
             zero_blocks: ZeroBlocks::from_name(zero_blocks).py()?,
         };
-        let index = index.map(|index| Arc::clone(&index.0));
-        Ok(Self(Arc::new(Scheduler::new(Arc::clone(&pool.0), index, config).py()?)))
+        let index = index.map(|index| Arc::clone(&index.inner));
+        Ok(Self(Arc::new(Scheduler::new(Arc::clone(&pool.inner), index, config).py()?)))
     }
 
     #[pyo3(signature = (name, *, guaranteed=0, limit=None, weight=1.0, fingerprint=None))]
@@ -221,7 +230,7 @@ impl PyScheduler {
             guaranteed_blocks: guaranteed,
             limit_blocks: limit.unwrap_or_else(|| self.0.num_blocks()),
             weight,
-            fingerprint: fingerprint.map(|fingerprint| fingerprint.0.clone()).unwrap_or_default(),
+            fingerprint: fingerprint.map(|fingerprint| fingerprint.inner.clone()).unwrap_or_default(),
         };
         Ok(PyTenant(self.0.add_tenant(&config).py()?))
     }

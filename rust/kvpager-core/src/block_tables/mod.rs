@@ -64,7 +64,7 @@ impl BlockTables {
     /// # Errors
     /// [`Error::InvalidArgument`] if a dimension is 0 or the arena does not fit 31-bit indices.
     pub fn new(num_rows: usize, max_blocks: usize) -> Result<Self> {
-        let entries = (num_rows + 1).checked_mul(max_blocks).unwrap_or(usize::MAX);
+        let entries = num_rows.saturating_add(1).saturating_mul(max_blocks);
         if num_rows == 0 || max_blocks == 0 || entries > i32::MAX as usize {
             return Err(Error::invalid(format!(
                 "block tables of {num_rows} rows x {max_blocks} blocks: both must be at least 1 and the arena \

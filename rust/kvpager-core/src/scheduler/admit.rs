@@ -145,7 +145,8 @@ impl Core {
             progress.queue_steps = Some(self.last_step.0 - progress.arrival_step - 1);
             progress.cached_tokens = matched_tokens;
         }
-        self.recomputed_tokens += u64::from(std::mem::take(&mut progress.lost_tokens).saturating_sub(matched_tokens));
+        self.recomputed_tokens +=
+            u64::from(std::mem::take(&mut progress.lost_tokens).saturating_sub(matched_tokens));
         let mut tokens = std::mem::take(&mut waiting.request.prompt);
         let longest = progress.prompt_tokens + waiting.request.max_tokens;
         let mut blocks = Vec::with_capacity(self.config.blocks_for(longest) as usize);

@@ -3,14 +3,14 @@
 use super::batch::BatchMemory;
 use super::config::{SchedulerConfig, ZeroBlocks};
 use super::inbox::{Inbox, Message};
-use super::queue::Queue;
 use super::policy::OutputLengths;
 use super::queue::Place;
+use super::queue::Queue;
 use super::request::{FinishReason, FinishedRequest};
 use super::sequence::Sequence;
 use crate::block_pool::{BlockPool, StepEpoch};
 use crate::block_tables::BlockTables;
-use crate::ids::{BlockHandle, BlockId, SequenceId, StepId};
+use crate::ids::{BlockHandle, SequenceId, StepId};
 use crate::prefix_index::PrefixIndex;
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -155,7 +155,11 @@ impl Core {
 
     /// Gives a sequence the blocks that cover `num_tokens` positions. `Ok(Err(error))` says what is short: the
     /// pool, its quota, or cached blocks that cannot be evicted now.
-    pub(super) fn grow(&mut self, position: usize, num_tokens: u32) -> Result<std::result::Result<(), Error>> {
+    pub(super) fn grow(
+        &mut self,
+        position: usize,
+        num_tokens: u32,
+    ) -> Result<std::result::Result<(), Error>> {
         let sequence = &mut self.running[position];
         let have = sequence.blocks.len();
         let missing = (self.config.blocks_for(num_tokens) as usize).saturating_sub(have);
@@ -169,7 +173,9 @@ impl Core {
         let drawn = if more > 0 { sequence.reservation.grow(more) } else { Ok(()) };
         match drawn.and_then(|()| draw(self.index.as_deref(), sequence, &mut self.scratch)) {
             Ok(()) => {}
-            Err(error @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. } | Error::NeedsReclaim { .. })) => {
+            Err(
+                error @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. } | Error::NeedsReclaim { .. }),
+            ) => {
                 return Ok(Err(error));
             }
             Err(error) => return Err(error),
@@ -203,11 +209,6 @@ impl Core {
                 self.last_step
             ))),
         }
-    }
-
-    /// Physical block of a sequence's logical block.
-    pub(super) fn block_id(sequence: &Sequence, logical: usize) -> BlockId {
-        sequence.blocks[logical].id()
     }
 }
 

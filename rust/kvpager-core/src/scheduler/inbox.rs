@@ -40,7 +40,9 @@ impl Inbox {
     pub(super) fn take_place(&self, limit: u32) -> Result<(), u32> {
         // Relaxed: the counter guards no other memory.
         self.num_waiting
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |waiting| (waiting < limit).then_some(waiting + 1))
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |waiting| {
+                (waiting < limit).then_some(waiting + 1)
+            })
             .map(|_| ())
     }
 

@@ -218,11 +218,7 @@ impl Scheduler {
             )));
         }
         if let Some(i) = request.prompt.iter().position(|&token| token > i32::MAX as u32) {
-            return Err(Error::invalid(format!(
-                "prompt[{i}] is {}, above {}",
-                request.prompt[i],
-                i32::MAX
-            )));
+            return Err(Error::invalid(format!("prompt[{i}] is {}, above {}", request.prompt[i], i32::MAX)));
         }
         let refused = |reason| Err(Error::Refused { reason, retryable: false });
         let total = prompt + u64::from(request.max_tokens);
@@ -338,11 +334,12 @@ impl Scheduler {
         match self.core.try_lock() {
             Ok(core) => Ok(core),
             Err(TryLockError::WouldBlock) => Err(Error::WrongState(
-                "another thread is in this scheduler: one engine thread calls step, commit and abandon".to_owned(),
+                "another thread is in this scheduler: one engine thread calls step, commit and abandon"
+                    .to_owned(),
             )),
-            Err(TryLockError::Poisoned(_)) => Err(Error::WrongState(
-                "an internal fault ended this scheduler; make a new one".to_owned(),
-            )),
+            Err(TryLockError::Poisoned(_)) => {
+                Err(Error::WrongState("an internal fault ended this scheduler; make a new one".to_owned()))
+            }
         }
     }
 }

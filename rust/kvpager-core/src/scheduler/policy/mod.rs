@@ -62,9 +62,9 @@ impl AdmissionPolicy {
             "reserve" => Ok(Self::Reserve),
             "watermark" => Ok(Self::Watermark { free_share: watermark::DEFAULT_FREE_SHARE }),
             "forecast" => Ok(Self::Forecast(ForecastConfig::default())),
-            _ => Err(Error::invalid(format!(
-                "policy is {name:?}; it is one of reserve, watermark, forecast"
-            ))),
+            _ => {
+                Err(Error::invalid(format!("policy is {name:?}; it is one of reserve, watermark, forecast")))
+            }
         }
     }
 
