@@ -2,22 +2,34 @@
 
 from kvpager import errors
 from kvpager._core import (
+    Batch,
     BlockPool,
+    CommitOutcome,
+    FinishedRequest,
     Fingerprint,
     Match,
     PoolStats,
     PrefixIndex,
+    Scheduler,
+    SchedulerStats,
     ShareScope,
+    Tenant,
     __version__,
 )
 
 __all__ = [
+    "Batch",
     "BlockPool",
+    "CommitOutcome",
+    "FinishedRequest",
     "Fingerprint",
     "Match",
     "PoolStats",
     "PrefixIndex",
+    "Scheduler",
+    "SchedulerStats",
     "ShareScope",
+    "Tenant",
     "__version__",
     "errors",
 ]

@@ -453,7 +453,7 @@ class FinishedRequest:
     def tenant(self) -> Tenant:
         """Its tenant."""
     @property
-    def reason(self) -> Literal["stop", "length", "aborted", "error"]:
+    def reason(self) -> Literal["stop", "length", "aborted", "capacity", "error"]:
         """Why it ended."""
     @property
     def detail(self) -> str | None:

@@ -157,7 +157,7 @@ fn what_can_never_fit_is_refused_with_the_numbers() {
     let tenant = engine.tenant("a");
     let error = engine.submit(&tenant, &prompt(1, 13), 1).unwrap_err();
     assert!(matches!(&error, Error::Refused { retryable: false, .. }), "{error}");
-    for number in ["13", "1", "4 blocks", "the pool has 3"] {
+    for number in ["13", "1", "4 blocks", "the pool has 3", "may have 3"] {
         assert!(error.to_string().contains(number), "{error}");
     }
     assert!(engine.submit(&tenant, &prompt(1, 11), 2).is_ok());
@@ -480,4 +480,17 @@ fn a_quota_is_kept_by_preempting_inside_the_tenant() {
     engine.finish(200);
     assert!(mine.iter().any(|id| engine.finished[id].preemptions > 0));
     assert!(other.iter().all(|id| engine.finished[id].preemptions == 0));
+}
+
+#[test]
+fn what_other_tenants_are_guaranteed_is_not_counted_on() {
+    let mut engine = Engine::new(8, config(4), false);
+    let a = engine.tenant("a");
+    let id = engine.submit(&a, &prompt(1, 28), 5).unwrap();
+    let _b = engine.tenant_with("b", 2, 8);
+    let error = engine.submit(&a, &prompt(1, 28), 5).unwrap_err();
+    assert!(error.to_string().contains("may have 6"), "{error}");
+    engine.finish(20);
+    assert_eq!(engine.finished[&id].reason, FinishReason::Capacity);
+    engine.check_idle();
 }

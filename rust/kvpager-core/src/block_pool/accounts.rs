@@ -219,6 +219,17 @@ impl Accounts {
         }
     }
 
+    /// Most blocks that an account can ever have committed as quotas are: its limit, and what is not guaranteed
+    /// to others.
+    pub(super) fn reachable(&self, id: AccountId) -> Result<u32> {
+        let own = self.quota(id)?;
+        let mut others = 0u32;
+        for other in self.ids().filter(|other| *other != id) {
+            others += self.quota(other)?.guaranteed;
+        }
+        Ok(own.limit.min(self.capacity.saturating_sub(others)))
+    }
+
     pub(super) fn used(&self, account: AccountId) -> u64 {
         u64::from(Use::unpack(self.accounts[account.0 as usize].word.load(Ordering::Relaxed)).used)
     }

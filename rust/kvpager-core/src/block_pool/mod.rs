@@ -134,6 +134,15 @@ impl BlockPool {
         self.accounts.set_quota(account, quota)
     }
 
+    /// Most blocks that an account can ever have committed as quotas are now: its limit, and what is not
+    /// guaranteed to others.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an unknown account.
+    pub fn reachable(&self, account: AccountId) -> Result<u32> {
+        self.accounts.reachable(account)
+    }
+
     /// Promises blocks to an account.
     ///
     /// # Errors

@@ -4,7 +4,7 @@ use super::core::Core;
 use super::inbox::Inbox;
 use super::policy::{AdmissionRequest, AdmissionRoom};
 use super::queue::Place;
-use super::request::WaitingRequest;
+use super::request::{FinishReason, WaitingRequest};
 use super::sequence::Sequence;
 use crate::prefix_index::Pin;
 use crate::{Error, Result};
@@ -19,11 +19,30 @@ impl Core {
         while self.has_place(*budget) {
             let Some(tenant) = self.queue.next_tenant() else { break };
             let Some(head) = self.queue.head(tenant) else { break };
-            if !self.try_admit(tenant, head, inbox, budget, &mut growth)? {
+            if !self.try_admit(tenant, head, inbox, budget, &mut growth)?
+                && !self.end_if_hopeless(tenant, head, inbox)?
+            {
                 self.admit_behind(tenant, inbox, budget, &mut growth)?;
             }
         }
         Ok(())
+    }
+
+    /// Ends a head that quotas, as they are by now, will never let in.
+    fn end_if_hopeless(&mut self, tenant: usize, head: Place, inbox: &Inbox) -> Result<bool> {
+        let Some(waiting) = self.queue.get(tenant, head) else { return Ok(false) };
+        let need = self.config.lifetime_blocks(waiting.progress.prompt_tokens, waiting.request.max_tokens);
+        if need <= self.pool.reachable(waiting.request.tenant.account)? {
+            return Ok(false);
+        }
+        if let Some(waiting) = self.queue.remove(head.1) {
+            if waiting.progress.queue_steps.is_none() {
+                inbox.leave_place();
+            }
+            inbox.end_id(waiting.id);
+            self.ended.push(waiting.account(FinishReason::Capacity, self.last_step.0));
+        }
+        Ok(true)
     }
 
     fn has_place(&self, budget: u32) -> bool {

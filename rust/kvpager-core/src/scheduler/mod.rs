@@ -178,7 +178,6 @@ impl Scheduler {
             scheduler: self.id,
             account,
             namespace,
-            limit_blocks: config.limit_blocks.min(self.pool.num_blocks()),
             weight: config.weight,
         });
         core.queue.add_tenant(Arc::clone(&tenant));
@@ -229,14 +228,14 @@ impl Scheduler {
             ));
         }
         let need = self.config.lifetime_blocks(prompt as u32, request.max_tokens);
-        if need > request.tenant.limit_blocks {
+        let reachable = self.pool.reachable(request.tenant.account)?;
+        if need > reachable {
             return refused(format!(
-                "{prompt} prompt tokens and up to {} output tokens need {need} blocks of {} tokens; the pool has {}, tenant {:?} may have {}",
+                "{prompt} prompt tokens and up to {} output tokens need {need} blocks of {} tokens; the pool has {}, tenant {:?} may have {reachable}",
                 request.max_tokens,
                 self.config.block_size,
                 self.pool.num_blocks(),
-                request.tenant.name,
-                request.tenant.limit_blocks
+                request.tenant.name
             ));
         }
         Ok(())

@@ -7,6 +7,7 @@
 //! * a sequence that finds no victim stalls for a step and keeps what it has.
 
 use super::core::Core;
+use super::request::FinishReason;
 use crate::{Error, Result};
 
 impl Core {
@@ -22,7 +23,13 @@ impl Core {
             if !self.config.policy.overcommits() {
                 return Ok(false);
             }
-            let Some(victim) = self.victim(position, &short)? else { return Ok(false) };
+            let Some(victim) = self.victim(position, &short)? else {
+                let sequence = &mut self.running[position];
+                if self.config.blocks_for(end) > self.pool.reachable(sequence.request.tenant.account)? {
+                    sequence.ending = Some(FinishReason::Capacity);
+                }
+                return Ok(false);
+            };
             self.preempt(victim)?;
         }
     }

@@ -32,6 +32,8 @@ pub enum FinishReason {
     Length,
     /// The caller aborted it.
     Aborted,
+    /// It can no longer fit: a quota was lowered, or a guarantee given to another tenant, since it was accepted.
+    Capacity,
     /// The step that computed it failed and the caller chose to end it.
     Error,
 }
@@ -44,6 +46,7 @@ impl FinishReason {
             Self::Stop => "stop",
             Self::Length => "length",
             Self::Aborted => "aborted",
+            Self::Capacity => "capacity",
             Self::Error => "error",
         }
     }

@@ -15,8 +15,6 @@ pub struct Tenant {
     pub account: AccountId,
     /// Its private namespace in the index, if the scheduler has one.
     pub namespace: Option<NamespaceId>,
-    /// Most blocks it may have committed.
-    pub(super) limit_blocks: u32,
     /// Share of service: a tenant of weight 2 gets twice the tokens of one of weight 1 while both wait.
     pub weight: f64,
 }

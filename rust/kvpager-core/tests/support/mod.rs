@@ -1,7 +1,13 @@
 //! An engine for tests: a "model" whose KV of a position is a hash of all tokens up to it, so that a slot
 //! which holds anything else is seen the moment it is read.
 
-#![allow(dead_code, clippy::allow_attributes, reason = "each test binary uses its own part")]
+#![allow(
+    dead_code,
+    clippy::allow_attributes,
+    clippy::unwrap_used,
+    unreachable_pub,
+    reason = "each test binary uses its own part"
+)]
 
 use kvpager_core::block_pool::{BlockPool, PoolConfig};
 use kvpager_core::prefix_index::{EvictionPolicy, Fingerprint, IndexConfig, PrefixIndex};

@@ -57,7 +57,7 @@ impl PyPrefixIndex {
     #[pyo3(signature = (pool, *, block_size=16, eviction="lru"))]
     fn new(pool: &PyBlockPool, block_size: u32, eviction: &str) -> PyResult<Self> {
         let config = IndexConfig { block_size, eviction: eviction.parse::<_>().py()? };
-        let inner = PrefixIndex::new(Arc::clone(&pool.0), config).py()?;
+        let inner = PrefixIndex::new(Arc::clone(&pool.inner), config).py()?;
         Ok(Self { inner, block_size: block_size as usize, account: OnceLock::new() })
     }
 
