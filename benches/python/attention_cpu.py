@@ -1,11 +1,12 @@
 """Paged decode attention on the CPU beside its yardsticks, in one run, each contender in turn every round.
 
-    python benches/python/attention_cpu.py [--rounds 15] [--threads 1 2] [--out benches/results/attention-cpu.md]
+    python benches/python/attention_cpu.py [--rounds 15] [--threads 1 2] [--out FILE.md]
 
-Workload: batch 32, context 1,024, 32 query and 8 KV heads of 128, blocks of 16 in shuffled order; KV is 268 MB in
-float32 and 134 MB in bfloat16. Yardsticks: a read loop over the same caches, a plain loop left to the compiler
-(`cpu_loops.cpp`, built here with the system's C++ compiler), and torch if it can be imported: `enable_gqa`, and its
-best form of several, on KV that was gathered beforehand (so torch is spared the paging).
+Workload: batch 32, context 1,024, 32 query and 8 KV heads of 128, blocks of 16 in shuffled order; KV is
+268 MB in float32 and 134 MB in bfloat16. Yardsticks: a read loop over the same caches, a plain loop left to
+the compiler (`cpu_loops.cpp`, built here with the system's C++ compiler), and torch if it can be imported:
+`enable_gqa`, and its best form of several, on KV that was gathered beforehand (torch is spared the paging).
+All arrays begin at a cache line, as torch's do and NumPy's do not.
 """
 
 from __future__ import annotations
@@ -56,6 +57,15 @@ def pointer(array: Any) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
+def aligned(array: Any) -> Any:
+    """A copy of the array that begins at a page."""
+    raw = np.empty(array.nbytes + 4096, np.uint8)
+    start = -raw.ctypes.data % 4096
+    copy = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 class Workload:
     """One dtype's arrays."""
 
@@ -64,8 +74,8 @@ class Workload:
         blocks = SEQUENCES * CONTEXT // BLOCK
         shape = (blocks, BLOCK, KV_HEADS, DIM)
         self.dtype = np.dtype(dtype)
-        self.k, self.v = (rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(2))
-        self.query = rng.standard_normal((SEQUENCES, HEADS, DIM), np.float32).astype(dtype)
+        self.k, self.v = (aligned(rng.standard_normal(shape, np.float32).astype(dtype)) for _ in range(2))
+        self.query = aligned(rng.standard_normal((SEQUENCES, HEADS, DIM), np.float32).astype(dtype))
         self.tables = rng.permutation(blocks).astype(np.int32).reshape(SEQUENCES, -1)
         self.starts = np.arange(SEQUENCES + 1, dtype=np.int32)
         self.contexts = np.full(SEQUENCES, CONTEXT, np.int32)
@@ -192,14 +202,15 @@ def main() -> None:
         torch = None
     loops = build_loops()
     model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    processor = model[0].partition(": ")[2] if model else platform.machine()
     lines = [
         "## Paged decode attention on the CPU\n",
-        f"Machine: {model[0].partition(': ')[2] if model else platform.machine()}, {os.cpu_count()} cores, load "
-        f"{os.getloadavg()[0]:.1f} at the start; kernels {instruction_sets()[0]}; torch "
-        f"{torch.__version__ if torch else 'not installed'}; best of {options.rounds} rounds.\n",
-        f"`python benches/python/attention_cpu.py --rounds {options.rounds}`: batch {SEQUENCES}, context {CONTEXT}, "
-        f"{HEADS} query and {KV_HEADS} KV heads of {DIM}, blocks of {BLOCK}. Ratios are times, so above 1 kvpager "
-        "is faster; against the read loop they are shares of the read bandwidth.",
+        f"Machine: {processor}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start; kernels "
+        f"{instruction_sets()[0]}; torch {torch.__version__ if torch else 'not installed'}; best of "
+        f"{options.rounds} rounds.\n",
+        f"`python benches/python/attention_cpu.py --rounds {options.rounds}`: batch {SEQUENCES}, context "
+        f"{CONTEXT}, {HEADS} query and {KV_HEADS} KV heads of {DIM}, blocks of {BLOCK}. Ratios are times, so "
+        "above 1 kvpager is faster; against the read loop they are shares of the read bandwidth.",
     ]
     for dtype in (np.float32, ml_dtypes.bfloat16):
         for threads in options.threads:

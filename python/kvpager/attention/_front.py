@@ -49,6 +49,7 @@ def append_kv(
     *,
     k_scale: Array | float | None = None,
     v_scale: Array | float | None = None,
+    kv_dtype: str | None = None,
 ) -> None:
     """Writes new keys and values to their slots, converting and quantising on the way.
 
@@ -62,11 +63,21 @@ def append_kv(
             beyond the format's range saturate. For int8 caches a float32 array `[num_blocks, block_size,
             num_kv_heads]` that is written: the largest magnitude of each token and head over 127.
         v_scale: the same for values.
+        kv_dtype: what the bytes of uint8 caches are: "float8_e4m3fn" or "float8_e5m2".
 
     Raises:
         InvalidArgumentError: shapes, dtypes, slots or scales that do not fit. Nothing is written then.
     """
-    _backend(k_cache).append_kv(key, value, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    _backend(k_cache).append_kv(
+        key,
+        value,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_dtype=kv_dtype,
+    )
 
 
 def paged_attention(
@@ -85,6 +96,7 @@ def paged_attention(
     sinks: Array | None = None,
     k_scale: Array | float | None = None,
     v_scale: Array | float | None = None,
+    kv_dtype: str | None = None,
     out: Array | None = None,
     return_lse: bool = False,
     causal: bool = True,
@@ -112,6 +124,7 @@ def paged_attention(
         sinks: `[num_query_heads]`, float32: the logit of one more key without a value.
         k_scale: scale of a quantised cache, as for `append_kv`.
         v_scale: the same for values.
+        kv_dtype: as for `append_kv`.
         out: `[num_tokens, num_query_heads, value_dim]`, written and returned; a new array of the query's
             dtype if None.
         return_lse: also return `[num_tokens, num_query_heads]` float32, the natural logarithm of the sum of
@@ -139,6 +152,7 @@ def paged_attention(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        kv_dtype=kv_dtype,
         out=out,
         return_lse=return_lse,
         causal=causal,
@@ -164,6 +178,7 @@ def cascade_attention(
     sinks: Array | None = None,
     k_scale: Array | float | None = None,
     v_scale: Array | float | None = None,
+    kv_dtype: str | None = None,
     out: Array | None = None,
     return_lse: bool = False,
     causal: bool = True,
@@ -190,6 +205,7 @@ def cascade_attention(
         sinks: as there.
         k_scale: as there.
         v_scale: as there.
+        kv_dtype: as there.
         out: as there.
         return_lse: as there.
         causal: as there.
@@ -218,6 +234,7 @@ def cascade_attention(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        kv_dtype=kv_dtype,
         out=out,
         return_lse=return_lse,
         causal=causal,
@@ -308,7 +325,7 @@ def copy_blocks(k_cache: Array, v_cache: Array | None, block_copies: Array) -> N
     """Copies whole blocks inside each cache: copy on write.
 
     Args:
-        k_cache: `[num_blocks, ...]`, up to 4 dimensions, any dtype of attention; written.
+        k_cache: `[num_blocks, ...]`, up to 4 dimensions, elements of 1, 2 or 4 bytes; written.
         v_cache: another such array, or None.
         block_copies: `[num_copies, 2]`, int32: (from, to). No block is a destination twice, or a destination
             and a source.

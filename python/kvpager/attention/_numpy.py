@@ -72,6 +72,31 @@ def _named(name: str, array: Any) -> Named:
     return array, array.dtype.name
 
 
+def _cache(name: str, cache: Any, kv_dtype: str | None) -> Named:
+    """A cache with its element type: its own, or for plain bytes what the caller says they are."""
+    array, dtype = _named(name, cache)
+    if kv_dtype is None or kv_dtype == dtype:
+        return array, dtype
+    if dtype != "uint8" or kv_dtype not in ("float8_e4m3fn", "float8_e5m2"):
+        raise InvalidArgumentError(
+            f"{name} of {dtype} cannot be read as {kv_dtype}; uint8 can, as float8_e4m3fn or float8_e5m2"
+        )
+    return array, kv_dtype
+
+
+_BY_SIZE = {1: "int8", 2: "float16", 4: "float32"}
+
+
+def _elements(name: str, array: Any, like: Any = None) -> Named:
+    """An array whose elements are only moved: any dtype of 1, 2 or 4 bytes, that of `like` if given."""
+    array = _array(name, array)
+    if like is not None and array.dtype != like.dtype:
+        raise InvalidArgumentError(f"{name} has dtype {array.dtype}, expected {like.dtype}")
+    if array.dtype.itemsize not in _BY_SIZE:
+        raise InvalidArgumentError(f"{name} has dtype {array.dtype}, expected elements of 1, 2 or 4 bytes")
+    return array, _BY_SIZE[array.dtype.itemsize]
+
+
 def _ints(name: str, values: Any, dtype: type[np.signedinteger[Any]], ndim: int = 1) -> Array:
     """Integers of a dtype: the array itself where it has it, else a checked conversion."""
     array = values if isinstance(values, np.ndarray) else np.asarray(values)
@@ -128,29 +153,28 @@ def append_kv(
     *,
     k_scale: Any = None,
     v_scale: Any = None,
+    kv_dtype: str | None = None,
 ) -> None:
     """See `kvpager.attention.append_kv`."""
-    pairs = [("k", _named("key", key), _named("k_cache", k_cache), _scale("k_scale", k_scale))]
+    pairs = [("k", _named("key", key), _cache("k_cache", k_cache, kv_dtype), _scale("k_scale", k_scale))]
     if (value is None) != (v_cache is None):
         raise InvalidArgumentError("value and v_cache must both be given or both be None")
     if value is not None:
-        pairs.append(("v", _named("value", value), _named("v_cache", v_cache), _scale("v_scale", v_scale)))
+        pairs.append(
+            ("v", _named("value", value), _cache("v_cache", v_cache, kv_dtype), _scale("v_scale", v_scale))
+        )
     _core._append_kv(pairs, _ints("slot_mapping", slot_mapping, np.int64))
 
 
 def _attend(
     query: Any,
-    k_cache: Any,
-    v_cache: Any,
+    caches: _Caches,
     batch: _Batch,
     options: _Options,
-    k_scale: Any,
-    v_scale: Any,
     out: Any,
     return_lse: bool,
 ) -> Any:
-    query, keys, values = _named("query", query), _named("k_cache", k_cache), _named("v_cache", v_cache)
-    caches = _Caches(keys, values, _scale("k_scale", k_scale), _scale("v_scale", v_scale))
+    query, values = _named("query", query), caches.v_cache
     if out is None:
         out = np.empty((*query[0].shape[:-1], values[0].shape[-1]), query[0].dtype)
     lse = np.empty(query[0].shape[:-1], np.float32) if return_lse else None
@@ -158,6 +182,15 @@ def _attend(
         query, caches, batch, options, _named("out", out), None if lse is None else (lse, "float32")
     )
     return out if lse is None else (out, lse)
+
+
+def _caches(k_cache: Any, v_cache: Any, k_scale: Any, v_scale: Any, kv_dtype: str | None) -> _Caches:
+    return _Caches(
+        _cache("k_cache", k_cache, kv_dtype),
+        _cache("v_cache", v_cache, kv_dtype),
+        _scale("k_scale", k_scale),
+        _scale("v_scale", v_scale),
+    )
 
 
 def _default_scale(query: Any, scale: float | None) -> float:
@@ -183,6 +216,7 @@ def paged_attention(
     sinks: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    kv_dtype: str | None = None,
     out: Any = None,
     return_lse: bool = False,
     causal: bool = True,
@@ -194,8 +228,9 @@ def paged_attention(
         _ints("query_start", query_start, np.int32),
         _ints("context_lens", context_lens, np.int32),
     )
+    caches = _caches(k_cache, v_cache, k_scale, v_scale, kv_dtype)
     options = _options(query, scale, causal, window, softcap, alibi_slopes, sinks)
-    return _attend(query, k_cache, v_cache, batch, options, k_scale, v_scale, out, return_lse)
+    return _attend(query, caches, batch, options, out, return_lse)
 
 
 def _options(
@@ -239,6 +274,7 @@ def cascade_attention(
     sinks: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    kv_dtype: str | None = None,
     out: Any = None,
     return_lse: bool = False,
     causal: bool = True,
@@ -253,8 +289,9 @@ def cascade_attention(
         _ints("group_sequences", group_sequences, np.int32),
         _ints("prefix_lens", prefix_lens, np.int32),
     )
+    caches = _caches(k_cache, v_cache, k_scale, v_scale, kv_dtype)
     options = _options(query, scale, causal, window, softcap, alibi_slopes, sinks)
-    return _attend(query, k_cache, v_cache, batch, options, k_scale, v_scale, out, return_lse)
+    return _attend(query, caches, batch, options, out, return_lse)
 
 
 def mla_decode(
@@ -310,27 +347,27 @@ def copy_blocks(k_cache: Any, v_cache: Any, block_copies: Any) -> None:
     pairs = _ints("block_copies", block_copies, np.int32, 2)
     if pairs.size and pairs.shape[1] != 2:
         raise InvalidArgumentError(f"block_copies has shape {pairs.shape}, expected [num_copies, 2]")
-    arrays = [("k_cache", _named("k_cache", k_cache))]
+    arrays = [("k_cache", _elements("k_cache", k_cache))]
     if v_cache is not None:
-        arrays.append(("v_cache", _named("v_cache", v_cache)))
+        arrays.append(("v_cache", _elements("v_cache", v_cache)))
     _core._copy_blocks(arrays, np.ascontiguousarray(pairs).reshape(-1))
 
 
 def zero_blocks(cache: Any, block_ids: Any) -> None:
     """See `kvpager.attention.zero_blocks`."""
-    _core._zero_blocks(_named("cache", cache), _ints("block_ids", block_ids, np.int32))
+    _core._zero_blocks(_elements("cache", cache), _ints("block_ids", block_ids, np.int32))
 
 
 def gather_blocks(cache: Any, block_ids: Any, *, out: Any = None) -> Array:
     """See `kvpager.attention.gather_blocks`."""
-    named, ids = _named("cache", cache), _ints("block_ids", block_ids, np.int32)
+    named, ids = _elements("cache", cache), _ints("block_ids", block_ids, np.int32)
     result: Array = np.empty((len(ids), *named[0].shape[1:]), named[0].dtype) if out is None else out
-    _core._gather_blocks(named, ids, _named("out", result))
+    _core._gather_blocks(named, ids, _elements("out", result, named[0]))
     return result
 
 
 def scatter_blocks(cache: Any, block_ids: Any, values: Any) -> None:
     """See `kvpager.attention.scatter_blocks`."""
-    _core._scatter_blocks(
-        _named("cache", cache), _ints("block_ids", block_ids, np.int32), _named("values", values)
-    )
+    named = _elements("cache", cache)
+    ids = _ints("block_ids", block_ids, np.int32)
+    _core._scatter_blocks(named, ids, _elements("values", values, named[0]))
