@@ -2,7 +2,7 @@
 
 Run it after a change of the kernels that is meant to change their registers:
 
-    .venv/bin/python tests/kernels/record_registers.py
+    cd tests && ../.venv/bin/python -m kernels.record_registers
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nvrtc import ARCHITECTURES, compile_kernels
+from .nvrtc import ARCHITECTURES, compile_kernels
 
 from kvpager.attention._manifest import all_instantiations
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from nvrtc import ARCHITECTURES, compile_kernels
+from .nvrtc import ARCHITECTURES, compile_kernels
 
 from kvpager.attention._manifest import all_instantiations
 

@@ -55,7 +55,9 @@ struct AttentionParams {
   int num_blocks;
   int query_dtype;
   int tile_rows;
-  int head_dim;                // of V; read by the merge only
+  int head_dim;                // of V
+  int num_sequences;
+  int num_tokens;
 };
 
 struct AppendParams {

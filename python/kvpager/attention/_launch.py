@@ -27,6 +27,7 @@ __all__ = [
     "copy_launches",
     "delta_launches",
     "merge_states_launches",
+    "tail_launches",
     "zero_launches",
 ]
 
@@ -126,6 +127,7 @@ class AttentionCall:
             kv_dtype=self.k_cache.dtype,
             query_dtype=self.query.dtype,
             head_dim=self.query.shape[2],
+            value_dim=self.v_cache.shape[3],
             group=self.group,
         )
 
@@ -156,7 +158,7 @@ def _check_cache(k_cache: ArrayView, v_cache: ArrayView) -> int:
     """Checks a pair of caches; returns log2 of the block size."""
     _check_rows("k_cache", k_cache, 4)
     _check_rows("v_cache", v_cache, 4)
-    if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
+    if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.dtype != v_cache.dtype:
         raise _fail(
             f"k_cache {k_cache.shape} {k_cache.dtype} and v_cache {v_cache.shape} {v_cache.dtype} "
             "must be alike"
@@ -193,10 +195,9 @@ def _check_attention(call: AttentionCall) -> None:
         raise _fail(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
     if call.k_cache.shape[3] != head_dim:
         raise _fail(f"query has head_dim {head_dim}, k_cache has {call.k_cache.shape[3]}")
-    if call.out.shape != (tokens, q_heads, head_dim) or call.out.dtype != call.query.dtype:
-        raise _fail(
-            f"out must be {call.query.dtype} {call.query.shape}, is {call.out.dtype} {call.out.shape}"
-        )
+    wanted = (tokens, q_heads, call.v_cache.shape[3])
+    if call.out.shape != wanted or call.out.dtype != call.query.dtype:
+        raise _fail(f"out must be {call.query.dtype} {wanted}, is {call.out.dtype} {call.out.shape}")
     if call.lse is not None and (call.lse.dtype != "float32" or call.lse.shape != (tokens, q_heads)):
         raise _fail(f"lse must be float32 {(tokens, q_heads)}, is {call.lse.dtype} {call.lse.shape}")
     _check_ints("query_start", call.query_start, "int32", 1)
@@ -217,10 +218,6 @@ def _check_attention(call: AttentionCall) -> None:
 def _check_features(call: AttentionCall) -> None:
     if call.window is not None and call.window < 1:
         raise _fail(f"window must be at least 1 position, is {call.window}")
-    if call.window is not None and not call.causal:
-        raise _fail("a window needs causal attention")
-    if call.alibi_slopes is not None and not call.causal:
-        raise _fail("ALiBi needs causal attention")
     if call.softcap is not None and not (0 < call.softcap < math.inf):
         raise _fail(f"softcap must be a positive number, is {call.softcap}")
     if call.scale is not None and not math.isfinite(call.scale):
@@ -291,7 +288,9 @@ def _attention_fields(call: AttentionCall, tile_rows: int, plan: PlanView) -> di
         "num_blocks": call.k_cache.shape[0],
         "query_dtype": manifest.DTYPE_CODES[call.query.dtype],
         "tile_rows": tile_rows,
-        "head_dim": head_dim,
+        "head_dim": call.v_cache.shape[3],
+        "num_sequences": call.context_lens.shape[0],
+        "num_tokens": call.query.shape[0],
         "k_scale": k_scale.pointer,
         "v_scale": v_scale.pointer,
     }
@@ -344,6 +343,17 @@ def attention_launches(call: AttentionCall, kernel: manifest.AttentionKernel, pl
         merge = manifest.merge_splits_kernel(call.k_cache.dtype)
         launches.append(Launch(merge, (plan.merge_capacity, heads, 1), 128, 0, arguments))
     return launches
+
+
+def tail_launches(call: AttentionCall) -> list[Launch]:
+    """The launch that zeroes output rows past the last sequence's; none for a call without rows."""
+    tokens, heads = call.query.shape[:2]
+    if tokens == 0 or heads == 0:
+        return []
+    nothing = PlanView(0, 0, 0, 0, 0, 0, 0)
+    arguments = params.pack(params.ATTENTION, **_attention_fields(call, 1, nothing))
+    grid = (-(-heads // 4), min(tokens, 64), 1)
+    return [Launch(Instantiation("zero_tail", "kvpager::zero_tail"), grid, 128, 0, arguments)]
 
 
 def append_launches(

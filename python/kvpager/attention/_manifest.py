@@ -144,8 +144,7 @@ def all_instantiations() -> list[Instantiation]:
     found += [Instantiation("copy_blocks", f"kvpager::copy_blocks<{word}>") for word in WORD_TYPES.values()]
     found += [Instantiation("zero_blocks", f"kvpager::zero_blocks<{word}>") for word in WORD_TYPES.values()]
     found += [merge_splits_kernel("float32"), merge_splits_kernel("float8_e4m3")]
-    found += [Instantiation("merge_states", "kvpager::merge_states")]
-    found += [Instantiation("apply_deltas", "kvpager::apply_deltas")]
+    found += [Instantiation(kernel, f"kvpager::{kernel}") for kernel in ("merge_states", "zero_tail", "apply_deltas")]
     for kv, rows in _DECODE_ROWS.items():
         found += [decode_kernel(kv, dim, count).instantiation for dim in HEAD_DIMS for count in rows]
     return found

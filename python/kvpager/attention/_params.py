@@ -48,7 +48,8 @@ ATTENTION = _struct(
     floats=(_FLOAT, "scale out_scale softcap"),
     ints=(
         _INT,
-        "window causal num_kv_heads group block_shift num_blocks query_dtype tile_rows head_dim",
+        "window causal num_kv_heads group block_shift num_blocks query_dtype tile_rows head_dim "
+        "num_sequences num_tokens",
     ),
 )
 """Parameters of `paged_decode`, `paged_prefill`, `mla_decode` and `merge_splits`."""
