@@ -56,6 +56,10 @@ _DECODE_ROWS = {
 _WIDE = ("float16", "bfloat16")
 _EIGHT_BIT = ("float8_e4m3", "float8_e5m2", "int8")
 ANY_ROWS = 2**32 - 1
+CORE_ROWS = 4
+"""Up to so many rows a sequence, CUDA cores keep up with the memory; beyond, tensor cores where there are some."""
+FEW_ROWS = 32
+"""Up to so many rows, tiles of 16 rows whose warps split the positions; beyond, tiles of 64."""
 MLA_LATENT_DIM = 512
 MLA_ROPE_DIM = 64
 
@@ -147,6 +151,9 @@ def all_instantiations() -> list[Instantiation]:
     found += [Instantiation(kernel, f"kvpager::{kernel}") for kernel in ("merge_states", "zero_tail", "apply_deltas")]
     for kv, rows in _DECODE_ROWS.items():
         found += [decode_kernel(kv, dim, count).instantiation for dim in HEAD_DIMS for count in rows]
+    for query in _WIDE:
+        found += [prefill_kernel(query, query, dim, warps).instantiation for dim in HEAD_DIMS for warps in (1, 4)]
+        found += [prefill_kernel(kv, query, dim, 1).instantiation for kv in _EIGHT_BIT for dim in HEAD_DIMS]
     return found
 
 
@@ -155,7 +162,7 @@ def _refuse(kind: str, value: object, known: object) -> InvalidArgumentError:
 
 
 def choose_attention(
-    *, kv_dtype: str, query_dtype: str, head_dim: int, group: int
+    *, kv_dtype: str, query_dtype: str, head_dim: int, group: int, value_dim: int | None = None
 ) -> tuple[KernelClass, ...]:
     """The kernels that together serve a ragged batch, by how many query rows a sequence has.
 
@@ -164,6 +171,7 @@ def choose_attention(
         query_dtype: dtype of queries and output.
         head_dim: size of a head.
         group: query heads of one KV head.
+        value_dim: size of a value head; None: as head_dim.
 
     Returns:
         Classes in order of rows, covering every count once.
@@ -177,9 +185,27 @@ def choose_attention(
         raise _refuse("queries of", query_dtype, DTYPE_CODES)
     if head_dim not in HEAD_DIMS:
         raise _refuse("head_dim", head_dim, HEAD_DIMS)
-    rows = _DECODE_ROWS[kv_dtype]
-    few = decode_kernel(kv_dtype, head_dim, next((r for r in rows if r >= group), rows[-1]))
-    many = decode_kernel(kv_dtype, head_dim, rows[-1])
-    if few == many:
-        return (KernelClass(few, 0, ANY_ROWS),)
-    return (KernelClass(few, 0, few.tile_rows), KernelClass(many, few.tile_rows, ANY_ROWS))
+    if value_dim not in (None, head_dim):
+        raise _refuse("value heads of", value_dim, (head_dim,))
+    if query_dtype in _WIDE and (kv_dtype == query_dtype or kv_dtype in _EIGHT_BIT):
+        classes = _core_classes(kv_dtype, head_dim, group, CORE_ROWS)
+        few = prefill_kernel(kv_dtype, query_dtype, head_dim, 1)
+        if kv_dtype in _WIDE:
+            many = prefill_kernel(kv_dtype, query_dtype, head_dim, 4)
+            classes += [KernelClass(few, CORE_ROWS, FEW_ROWS), KernelClass(many, FEW_ROWS, ANY_ROWS)]
+        else:
+            classes.append(KernelClass(few, CORE_ROWS, ANY_ROWS))
+    else:
+        classes = _core_classes(kv_dtype, head_dim, group, ANY_ROWS)
+    # A sequence with any rows has at least a group of them.
+    return tuple(c for c in classes if c.rows_up_to >= group)
+
+
+def _core_classes(kv_dtype: str, head_dim: int, group: int, up_to: int) -> list[KernelClass]:
+    """CUDA-core kernels by rows, the smallest that holds them; the last one takes the rest in several tiles."""
+    rows = [count for count in _DECODE_ROWS[kv_dtype] if count >= group] or [_DECODE_ROWS[kv_dtype][-1]]
+    bounds = [0, *rows[:-1], up_to]
+    return [
+        KernelClass(decode_kernel(kv_dtype, head_dim, count), bounds[i], bounds[i + 1])
+        for i, count in enumerate(rows)
+    ]

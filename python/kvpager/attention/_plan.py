@@ -50,6 +50,7 @@ def plan_room(
     num_kv_heads: int,
     target_blocks: int,
     max_positions: int | None = None,
+    min_chunk: int = MIN_CHUNK,
 ) -> PlanRoom:
     """Room for any batch of these bounds.
 
@@ -61,6 +62,7 @@ def plan_room(
         num_kv_heads: KV heads.
         target_blocks: thread blocks that fill the device.
         max_positions: longest context; when no chunk can be cut from it, no room for merges is kept.
+        min_chunk: shortest chunk.
 
     Returns:
         Numbers of items.
@@ -68,7 +70,7 @@ def plan_room(
     rows = max_tokens * group
     tiles = rows // kernel.tile_rows + min(max_sequences, rows)
     cuts = max(1, target_blocks // num_kv_heads)
-    if max_positions is not None and max_positions <= MIN_CHUNK:
+    if max_positions is not None and max_positions <= min_chunk:
         cuts = 0
     # A cut tile has at least two parts, so both lists are bounded by the cuts.
     return PlanRoom(work=tiles + cuts, merges=min(tiles, cuts), partials=2 * cuts if cuts else 0)
