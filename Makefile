@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RUST_SOURCES := $(shell find rust cuda -type f -not -path '*/target/*' 2>/dev/null)
 SANITIZED := RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer"
 
-.PHONY: help setup run test test-rust test-python lint format bench wheel clean
+.PHONY: help setup run test test-rust test-python lint format bench wheel clean test-emulator
 .DEFAULT_GOAL := help
 
 help: ## List the targets.
@@ -40,6 +40,9 @@ test-rust: ## Rust unit, property and integration tests.
 
 test-python: setup ## Python tests.
 	$(BIN)/python -m pytest
+
+test-emulator: setup ## The CUDA kernels compiled for the CPU: numerics, sanitizers, planted faults; then NVRTC.
+	$(BIN)/python -m pytest tests/emulator tests/kernels
 
 lint: setup ## Formatters and linters, as errors.
 	cargo fmt --all --check

@@ -1,7 +1,7 @@
 """Compiles kernel sources for the CPU, into shared libraries and sanitized programs, cached by content.
 
-A unit is a kernel source with the instantiations that are wanted of it. Patches plant faults: they edit a copy
-of the sources, so that the shipped ones carry no test switches.
+A unit is a kernel source with the instantiations that are wanted of it. Patches plant faults: they edit a
+copy of the sources, so that the shipped ones carry no test switches.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def _object(source: str, flavour: str, *, instrumented: bool) -> Path:
 def _unit_source(unit: Unit) -> str:
     struct = PARAMETERS.get(unit.kernel, "AttentionParams")
     entries = "\n".join(
-        f"  [](const void* p) {{ {name}(*static_cast<const kvpager::{struct}*>(p)); }}," for name in unit.names
+        f"  [](const void* p) {{ {name}(*static_cast<const kvpager::{struct}*>(p)); }},"
+        for name in unit.names
     )
     return (
         f'#include "cuda_words.h"\n#include "{unit.kernel}.cu"\n'
@@ -135,7 +136,9 @@ def _patched_sources(unit: Unit, folder: Path) -> Path:
         path = copy / patch.file
         text = path.read_text(encoding="utf-8")
         if text.count(patch.old) != patch.count:
-            raise RuntimeError(f"{patch.file} has {text.count(patch.old)} times {patch.old!r}, not {patch.count}")
+            raise RuntimeError(
+                f"{patch.file} has {text.count(patch.old)} times {patch.old!r}, not {patch.count}"
+            )
         path.write_text(text.replace(patch.old, patch.new), encoding="utf-8")
     return copy
 
@@ -145,7 +148,10 @@ def _build(unit: Unit, flavour: str, *, program: bool) -> Path:
     wanted = CACHE / _sources_digest()[:16] / f"{unit.kernel}-{flavour}-{key}{'' if program else '.so'}"
     if wanted.exists():
         return wanted
-    parts = [_object("machine.cpp", flavour, instrumented=False), _object("accesses.cpp", flavour, instrumented=True)]
+    parts = [
+        _object("machine.cpp", flavour, instrumented=False),
+        _object("accesses.cpp", flavour, instrumented=True),
+    ]
     if program:
         parts.append(_object("replay.cpp", flavour, instrumented=True))
     with tempfile.TemporaryDirectory(dir=CACHE) as name:
@@ -156,7 +162,16 @@ def _build(unit: Unit, flavour: str, *, program: bool) -> Path:
         includes = [f"-I{NATIVE}", f"-I{sources / 'include'}", f"-I{sources}"]
         flags = [*_COMMON, *_FLAVOURS[flavour][0], *_architecture(), *([] if program else ["-shared"])]
         _run(
-            [_compiler()[0], *flags, *includes, str(folder / "unit.cpp"), *map(str, parts), "-pthread", "-o", str(made)]
+            [
+                _compiler()[0],
+                *flags,
+                *includes,
+                str(folder / "unit.cpp"),
+                *map(str, parts),
+                "-pthread",
+                "-o",
+                str(made),
+            ]
         )
         return _publish(made, wanted)
 

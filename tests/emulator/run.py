@@ -127,7 +127,11 @@ class Attention:
         heads = self.call.k_cache.shape[2]
         shape = {"group": self.call.group, "num_kv_heads": heads, "target_blocks": target_blocks}
         room = plan_room(
-            item.kernel, max_sequences=len(lens), max_tokens=self.call.query.shape[0], min_chunk=min_chunk, **shape
+            item.kernel,
+            max_sequences=len(lens),
+            max_tokens=self.call.query.shape[0],
+            min_chunk=min_chunk,
+            **shape,
         )
         host = plan_class(
             starts,
@@ -154,6 +158,8 @@ class Attention:
         return self.out, self.lse
 
 
-def attend(*arguments: Any, order: str = "forward", seed: int = 1, patches: tuple[Patch, ...] = (), **options: Any) -> Any:
+def attend(
+    *arguments: Any, order: str = "forward", seed: int = 1, patches: tuple[Patch, ...] = (), **options: Any
+) -> Any:
     """`paged_attention` on the emulator; returns (output, log-sum-exp)."""
     return Attention(*arguments, **options).run(order=order, seed=seed, patches=patches)

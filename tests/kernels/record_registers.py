@@ -12,9 +12,9 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .nvrtc import ARCHITECTURES, compile_kernels
-
 from kvpager.attention._manifest import all_instantiations
+
+from .nvrtc import ARCHITECTURES, compile_kernels
 
 HERE = Path(__file__).resolve().parent
 BOUNDS = HERE / "registers.json"

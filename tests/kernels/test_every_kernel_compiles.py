@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from .nvrtc import ARCHITECTURES, compile_kernels
 
 from kvpager.attention._manifest import all_instantiations
+
+from .nvrtc import ARCHITECTURES, compile_kernels
 
 BOUNDS: dict[str, dict[str, int]] = json.loads(
     (Path(__file__).parent / "registers.json").read_text(encoding="utf-8")

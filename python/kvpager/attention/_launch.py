@@ -172,7 +172,7 @@ def _check_cache(k_cache: ArrayView, v_cache: ArrayView) -> int:
 def _check_ints(name: str, view: ArrayView, dtype: str, axes: int, length: int | None = None) -> None:
     if view.dtype != dtype or len(view.shape) != axes:
         raise _fail(f"{name} must be {dtype} with {axes} dimensions, is {view.dtype} {view.shape}")
-    if view.shape[-1] > 1 and view.strides[-1] != 1:
+    if 0 not in view.shape and view.shape[-1] > 1 and view.strides[-1] != 1:
         raise _fail(f"{name} must be contiguous in its last dimension")
     if length is not None and view.shape[0] != length:
         raise _fail(f"{name} must have length {length}, has {view.shape[0]}")

@@ -57,7 +57,7 @@ _WIDE = ("float16", "bfloat16")
 _EIGHT_BIT = ("float8_e4m3", "float8_e5m2", "int8")
 ANY_ROWS = 2**32 - 1
 CORE_ROWS = 4
-"""Up to so many rows a sequence, CUDA cores keep up with the memory; beyond, tensor cores where there are some."""
+"""Up to so many rows a sequence, CUDA cores keep up with memory; beyond, tensor cores where possible."""
 FEW_ROWS = 32
 """Up to so many rows, tiles of 16 rows whose warps split the positions; beyond, tiles of 64."""
 MLA_LATENT_DIM = 512
@@ -148,11 +148,16 @@ def all_instantiations() -> list[Instantiation]:
     found += [Instantiation("copy_blocks", f"kvpager::copy_blocks<{word}>") for word in WORD_TYPES.values()]
     found += [Instantiation("zero_blocks", f"kvpager::zero_blocks<{word}>") for word in WORD_TYPES.values()]
     found += [merge_splits_kernel("float32"), merge_splits_kernel("float8_e4m3")]
-    found += [Instantiation(kernel, f"kvpager::{kernel}") for kernel in ("merge_states", "zero_tail", "apply_deltas")]
+    found += [
+        Instantiation(kernel, f"kvpager::{kernel}")
+        for kernel in ("merge_states", "zero_tail", "apply_deltas")
+    ]
     for kv, rows in _DECODE_ROWS.items():
         found += [decode_kernel(kv, dim, count).instantiation for dim in HEAD_DIMS for count in rows]
     for query in _WIDE:
-        found += [prefill_kernel(query, query, dim, warps).instantiation for dim in HEAD_DIMS for warps in (1, 4)]
+        found += [
+            prefill_kernel(query, query, dim, warps).instantiation for dim in HEAD_DIMS for warps in (1, 4)
+        ]
         found += [prefill_kernel(kv, query, dim, 1).instantiation for kv in _EIGHT_BIT for dim in HEAD_DIMS]
     return found
 
@@ -202,7 +207,7 @@ def choose_attention(
 
 
 def _core_classes(kv_dtype: str, head_dim: int, group: int, up_to: int) -> list[KernelClass]:
-    """CUDA-core kernels by rows, the smallest that holds them; the last one takes the rest in several tiles."""
+    """CUDA-core kernels by rows, the smallest that holds them; the last takes the rest in several tiles."""
     rows = [count for count in _DECODE_ROWS[kv_dtype] if count >= group] or [_DECODE_ROWS[kv_dtype][-1]]
     bounds = [0, *rows[:-1], up_to]
     return [

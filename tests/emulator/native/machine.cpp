@@ -62,7 +62,7 @@ struct Machine {
   std::uint64_t random = 1;
   std::vector<unsigned char> shared;
   std::string error;
-  char barrier_edge = 0, block_edge = 0;
+  char barrier_edge = 0, start_edge = 0, end_edge = 0;
 
   Thread& self() { return *threads[running]; }
   Warp& warp() { return *warps[running / 32]; }
@@ -192,9 +192,9 @@ void thread_main() {
   Machine& m = *machine;
   Thread& self = m.self();
   self.fiber.arrived();
-  observe(&m.block_edge);
+  observe(&m.start_edge);  // not the end edge: a thread that starts late is not ordered after one that ended
   (*m.kernel)();
-  publish(&m.block_edge);
+  publish(&m.end_edge);
   if (self.reading >= 0) m.warp().meetings[self.reading].readers--;
   self.ended = true;
   m.live--;
@@ -226,11 +226,11 @@ void run_block(unsigned threads, std::size_t shared_bytes) {
     m.warps[i / 32]->ready |= 1u << (i % 32);
   }
   m.host.adopt_current();
-  publish(&m.block_edge);
+  publish(&m.start_edge);
   m.running = choose_thread();
   thread_index = m.threads[m.running]->index;
   m.host.switch_to(m.threads[m.running]->fiber, false);
-  observe(&m.block_edge);  // blocks are ordered for the race detector: they share stacks and shared memory
+  observe(&m.end_edge);  // blocks are ordered for the race detector: they share stacks and shared memory
   for (auto& warp : m.warps) warp->ready = 0;
 }
 
