@@ -65,6 +65,29 @@ impl BatchArrays {
         self.query_start.push(0);
     }
 
+    /// Makes room for `num_sequences` rows of one token, so that a steady step allocates nothing.
+    pub(super) fn reserve(&mut self, num_sequences: usize) {
+        self.sequence_ids.reserve(num_sequences);
+        self.query_start.reserve(num_sequences);
+        self.token_ids.reserve(num_sequences);
+        self.positions.reserve(num_sequences);
+        self.token_source.reserve(num_sequences);
+        self.sample_rows.reserve(num_sequences);
+        self.slot_mapping.reserve(num_sequences);
+        self.context_lens.reserve(num_sequences);
+        self.table_rows.reserve(num_sequences);
+    }
+
+    /// Adds one sequence that computes its last known token.
+    pub(super) fn push_decode(&mut self, id: u64, row: u32, token: u32, position: u32, slot: i64) {
+        self.sample_rows.push(self.token_ids.len() as i32);
+        self.token_ids.push(token as i32);
+        self.positions.push(position as i32);
+        self.token_source.push(-1);
+        self.slot_mapping.push(slot);
+        self.finish_row(id, row, position as i32 + 1);
+    }
+
     /// Adds one sequence with `tokens` from `start` on, whose blocks are found by `block_of(logical block)`.
     pub(super) fn push_sequence(
         &mut self,

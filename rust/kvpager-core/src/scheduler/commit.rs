@@ -29,6 +29,8 @@ impl Core {
         self.drain_inbox(inbox);
         let planned = self.close_step()?;
         let mut outcome = CommitOutcome::default();
+        let block_size = self.config.block_size;
+        let mut any_ended = false;
         for (row, &position) in planned.iter().enumerate() {
             let position = position as usize;
             let sampled = &tokens[token_start[row] as usize..token_start[row + 1] as usize];
@@ -38,17 +40,23 @@ impl Core {
             sequence.progress.steps += 1;
             if sequence.ending.is_some() {
                 outcome.dropped_tokens += sampled.len() as u64;
+                any_ended = true;
                 continue;
             }
             if let Some(&token) = sampled.first() {
                 sequence.ending = sequence.push_token(token as u32);
+                any_ended |= sequence.ending.is_some();
             }
-            self.index_full_blocks(position)?;
+            if sequence.num_computed / block_size > sequence.num_indexed {
+                self.index_full_blocks(position)?;
+            }
         }
         self.spare_planned = planned;
         self.dropped_tokens += outcome.dropped_tokens;
         outcome.finished.append(&mut self.ended);
-        self.remove_ended(inbox, &mut outcome.finished, None)?;
+        if any_ended {
+            self.remove_ended(inbox, &mut outcome.finished, None)?;
+        }
         Ok(outcome)
     }
 

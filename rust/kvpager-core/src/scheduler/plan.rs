@@ -3,6 +3,8 @@
 use super::batch::{Batch, BatchArrays};
 use super::core::{Core, OpenStep};
 use super::inbox::Inbox;
+use super::queue::Queue;
+use super::sequence::Sequence;
 use crate::ids::StepId;
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -50,16 +52,28 @@ impl Core {
     fn decide(&mut self, inbox: &Inbox) -> Result<()> {
         let mut budget = self.config.max_batch_tokens;
         let before = self.num_preemptions;
+        let block_size = self.config.block_size;
+        let mut num_prefills = 0;
         let mut position = 0;
         while position < self.running.len() {
-            if self.running[position].remaining() == 1 && self.grow_or_preempt(position, 1)? {
+            let sequence = &mut self.running[position];
+            if sequence.remaining() != 1 {
+                num_prefills += 1;
+            } else if sequence.num_computed < sequence.blocks.len() as u32 * block_size
+                || self.grow_or_preempt(position, 1)?
+            {
                 self.running[position].num_planned = 1;
                 budget -= 1;
             }
             position += 1;
         }
         for position in 0..self.running.len() {
-            self.plan_chunk(position, &mut budget)?;
+            if num_prefills == 0 || budget == 0 {
+                break;
+            }
+            if self.running[position].remaining() > 1 {
+                self.plan_chunk(position, &mut budget)?;
+            }
         }
         if self.num_preemptions == before {
             self.admit(inbox, &mut budget)?;
@@ -70,9 +84,6 @@ impl Core {
     /// Plans what the budget allows of a sequence whose known tokens are not all computed.
     pub(super) fn plan_chunk(&mut self, position: usize, budget: &mut u32) -> Result<()> {
         let sequence = &self.running[position];
-        if sequence.num_planned > 0 || (sequence.remaining() == 1 && sequence.has_sampled) {
-            return Ok(());
-        }
         let limit = if self.config.max_prefill_chunk == 0 { u32::MAX } else { self.config.max_prefill_chunk };
         let num_tokens = sequence.remaining().min(*budget).min(limit);
         let end = sequence.num_computed + num_tokens;
@@ -85,29 +96,71 @@ impl Core {
 
     /// Writes the batch: decodes first, then prefill chunks.
     fn write(&mut self, arrays: &mut BatchArrays, planned: &mut Vec<u32>) {
-        for decodes in [true, false] {
-            for (position, sequence) in self.running.iter().enumerate() {
-                if sequence.num_planned == 0 || (sequence.remaining() == 1) != decodes {
-                    continue;
-                }
-                let start = sequence.num_computed as usize;
-                arrays.push_sequence(
-                    sequence.id.0,
-                    sequence.row,
-                    &sequence.tokens[start..start + sequence.num_planned as usize],
-                    sequence.num_computed,
-                    self.config.block_size,
-                    |logical| sequence.blocks[logical].id().0,
-                );
-                if sequence.samples() {
-                    arrays.sample_rows.push(arrays.token_ids.len() as i32 - 1);
-                }
-                let service = u64::from(sequence.num_planned) + sequence.blocks.len() as u64;
-                self.queue.charge(sequence.request.tenant.index, service);
-                planned.push(position as u32);
+        let block_size = self.config.block_size;
+        let mut service = Service::default();
+        let mut num_prefills = 0;
+        arrays.reserve(self.running.len());
+        for (position, sequence) in self.running.iter().enumerate() {
+            if sequence.num_planned != 1 || sequence.remaining() != 1 {
+                num_prefills += usize::from(sequence.num_planned > 0);
+                continue;
             }
+            let start = sequence.num_computed;
+            let block = sequence.blocks[(start / block_size) as usize].id().0;
+            let slot = i64::from(block) * i64::from(block_size) + i64::from(start % block_size);
+            arrays.push_decode(sequence.id.0, sequence.row, sequence.tokens[start as usize], start, slot);
+            service.add(&mut self.queue, sequence);
+            planned.push(position as u32);
         }
+        for (position, sequence) in self.running.iter().enumerate() {
+            if num_prefills == 0 {
+                break;
+            }
+            if sequence.num_planned == 0 || sequence.remaining() == 1 {
+                continue;
+            }
+            num_prefills -= 1;
+            let start = sequence.num_computed as usize;
+            arrays.push_sequence(
+                sequence.id.0,
+                sequence.row,
+                &sequence.tokens[start..start + sequence.num_planned as usize],
+                sequence.num_computed,
+                block_size,
+                |logical| sequence.blocks[logical].id().0,
+            );
+            if sequence.samples() {
+                arrays.sample_rows.push(arrays.token_ids.len() as i32 - 1);
+            }
+            service.add(&mut self.queue, sequence);
+            planned.push(position as u32);
+        }
+        service.settle(&mut self.queue);
         self.tables.drain_changes(&mut arrays.table_changes);
         arrays.block_zeros.append(&mut self.zeros);
+    }
+}
+
+/// Service of consecutive sequences of one tenant, charged at once: tokens computed and blocks held.
+#[derive(Default)]
+struct Service {
+    tenant: usize,
+    amount: u64,
+}
+
+impl Service {
+    fn add(&mut self, queue: &mut Queue, sequence: &Sequence) {
+        let tenant = sequence.request.tenant.index;
+        if tenant != self.tenant {
+            self.settle(queue);
+            self.tenant = tenant;
+        }
+        self.amount += u64::from(sequence.num_planned) + sequence.blocks.len() as u64;
+    }
+
+    fn settle(&mut self, queue: &mut Queue) {
+        if self.amount > 0 {
+            queue.charge(self.tenant, std::mem::take(&mut self.amount));
+        }
     }
 }
