@@ -2,6 +2,7 @@
 
 from kvpager import errors
 from kvpager._core import (
+    AccountStats,
     Batch,
     BlockPool,
     CommitOutcome,
@@ -10,6 +11,7 @@ from kvpager._core import (
     Match,
     PoolStats,
     PrefixIndex,
+    Reservation,
     Scheduler,
     SchedulerStats,
     ShareScope,
@@ -18,6 +20,7 @@ from kvpager._core import (
 )
 
 __all__ = [
+    "AccountStats",
     "Batch",
     "BlockPool",
     "CommitOutcome",
@@ -26,6 +29,7 @@ __all__ = [
     "Match",
     "PoolStats",
     "PrefixIndex",
+    "Reservation",
     "Scheduler",
     "SchedulerStats",
     "ShareScope",

@@ -170,24 +170,218 @@ class PoolStats:
         """Most blocks held at once since the pool was made."""
 
 @final
+class AccountStats:
+    """Blocks of one account. Each number is of its own moment while threads work."""
+
+    @property
+    def committed(self) -> int:
+        """Held, reserved and quarantined together."""
+    @property
+    def held(self) -> int:
+        """In use by references or pins."""
+    @property
+    def reserved(self) -> int:
+        """Promised, not yet turned into blocks."""
+    @property
+    def quarantined(self) -> int:
+        """Released, waiting for a step to close."""
+    @property
+    def cached(self) -> int:
+        """In the index and not pinned."""
+    @property
+    def guaranteed(self) -> int:
+        """Blocks that it gets whatever others do."""
+    @property
+    def limit(self) -> int:
+        """Most blocks that it may have committed."""
+
+@final
+class Reservation:
+    """Blocks promised to an account and not yet taken; made by `BlockPool.reserve`.
+
+    Drawing on it cannot fail for want of capacity. What is left goes back when it is closed, when a `with`
+    block ends, or when it is garbage collected. It has one user at a time: a call while another thread is in
+    one raises `WrongStateError`.
+    """
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are still promised; 0 once it is closed."""
+    @property
+    def account(self) -> int:
+        """The account that is charged."""
+    @property
+    def is_open(self) -> bool:
+        """False once it is closed."""
+    def allocate(
+        self, num_blocks: int | None = None, *, out: NDArray[np.uint64] | Buffer | None = None
+    ) -> NDArray[np.uint64]:
+        """Turns promised capacity into blocks, all or none.
+
+        Args:
+            num_blocks: how many; or
+            out: a contiguous writable `uint64` buffer that is filled with handles.
+
+        Returns:
+            A new array of handles [num_blocks] uint64, or `out` itself.
+
+        Raises:
+            NeedsReclaimError: if cached blocks must be evicted first.
+            InvalidArgumentError: for more than is promised.
+            WrongStateError: if it is closed.
+        """
+    def allocate_one(self) -> int:
+        """Turns one promised block into a handle."""
+    def grow(self, num_blocks: int) -> None:
+        """Promises more.
+
+        Raises:
+            OutOfBlocksError, OverQuotaError: the promise is as before then.
+        """
+    def shrink(self, num_blocks: int) -> None:
+        """Gives a part back.
+
+        Raises:
+            InvalidArgumentError: for more than is promised.
+        """
+    def close(self) -> None:
+        """Gives what is left back. Does nothing if it is closed."""
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_exception: object) -> None: ...
+
+@final
 class BlockPool:
     """The blocks of a device. Every call may run from any thread at once.
 
+    A block is named by a handle, `generation << 32 | id`: a handle from before the block's last release is
+    stale, and every call says so. Arrays of handles may be of any integer dtype; a contiguous `uint64` buffer
+    is read in place and must not be written meanwhile.
+
+    A failed call changes nothing. After a `fork`, the child's calls raise `WrongStateError`.
+
     Args:
         num_blocks: 1 to 2**31 - 1.
-        max_accounts: quota accounts that may be added, 1 to 1,024.
-        max_open_steps: steps that may be open at once.
+        max_accounts: quota accounts that may be added, 1 to 1,024; 64 by default.
+        max_open_steps: steps that may be open at once; 8 by default.
 
     Raises:
         InvalidArgumentError: for a number out of range.
+
+    Example:
+        >>> pool = BlockPool(8)
+        >>> account = pool.add_account()
+        >>> blocks = pool.allocate(account, 3)
+        >>> [int(block) & 0xFFFFFFFF for block in blocks]
+        [0, 1, 2]
+        >>> pool.release(blocks)
+        >>> pool.stats().free
+        8
     """
 
-    def __new__(cls, num_blocks: int, *, max_accounts: int = 64, max_open_steps: int = 8) -> Self: ...
+    def __new__(
+        cls, num_blocks: int, *, max_accounts: int | None = None, max_open_steps: int | None = None
+    ) -> Self: ...
     @property
     def num_blocks(self) -> int:
         """Blocks of the pool."""
+    def add_account(self, *, guaranteed: int | None = None, limit: int | None = None) -> int:
+        """Adds an account and returns its number.
+
+        Args:
+            guaranteed: blocks that it gets whatever others do; 0 by default.
+            limit: most blocks that it may have committed; by default the pool's blocks.
+
+        Raises:
+            InvalidArgumentError: for a quota that the pool cannot give, or when all accounts are there.
+        """
+    def quota(self, account: int) -> tuple[int, int]:
+        """Returns `(guaranteed, limit)` of an account."""
+    def set_quota(self, account: int, *, guaranteed: int | None = None, limit: int | None = None) -> None:
+        """Changes a quota while blocks move; what is None stays.
+
+        A limit below what is committed takes effect as blocks are released.
+
+        Raises:
+            InvalidArgumentError: for a guarantee that is lent out.
+        """
+    def available(self, account: int) -> int:
+        """Blocks that an account could reserve now: a hint while other threads work, not a promise."""
+    def reserve(self, account: int, num_blocks: int) -> Reservation:
+        """Promises blocks.
+
+        Raises:
+            OutOfBlocksError: the pool's capacity is in use or promised.
+            OverQuotaError: the account's limit is reached.
+        """
+    def allocate(
+        self, account: int, num_blocks: int | None = None, *, out: NDArray[np.uint64] | Buffer | None = None
+    ) -> NDArray[np.uint64]:
+        """Hands out blocks, all or none.
+
+        Args:
+            account: who is charged.
+            num_blocks: how many; or
+            out: a contiguous writable `uint64` buffer that is filled with handles.
+
+        Returns:
+            A new array of handles [num_blocks] uint64, or `out` itself.
+
+        Raises:
+            OutOfBlocksError, OverQuotaError: as for `reserve`.
+            NeedsReclaimError: the capacity is there, and cached blocks are in the way.
+        """
+    def allocate_one(self, account: int) -> int:
+        """Hands out one block, without an array."""
+    def retain(self, blocks: Buffer | Sequence[int]) -> None:
+        """Adds a reference to each block, once for each time it is named.
+
+        Raises:
+            InvalidHandleError: for a block that is not held by references.
+        """
+    def release(self, blocks: Buffer | Sequence[int]) -> None:
+        """Takes a reference from each block; the last one frees it, or quarantines it while steps are open.
+
+        Raises:
+            InvalidHandleError: for a stale or foreign handle, or more releases than references.
+        """
+    def release_one(self, block: int) -> None:
+        """Takes a reference from one block, without an array."""
+    def is_exclusive(self, block: int) -> bool:
+        """Whether a block may be written: one reference, and not in the index. Otherwise copy it first."""
+    def open_step(self) -> int:
+        """Opens a step: what is released from now on is not handed out before it closes.
+
+        Returns:
+            Its epoch.
+
+        Raises:
+            WrongStateError: if `max_open_steps` are open.
+        """
+    def close_step(self, epoch: int) -> None:
+        """Closes a step: the device no longer reads what it read.
+
+        Raises:
+            WrongStateError: if it is not open.
+        """
+    def wait_for_blocks(
+        self, num_blocks: int, timeout: float | None = None, *, account: int | None = None
+    ) -> bool:
+        """Waits, with the interpreter released, until so many blocks are uncommitted. Takes none.
+
+        A signal handler that raises (Ctrl-C) ends the wait within a tenth of a second.
+
+        Args:
+            num_blocks: how many.
+            timeout: seconds; None waits for ever.
+            account: counts what this account could take, its quota included.
+
+        Returns:
+            False if the time ran out.
+        """
     def stats(self) -> PoolStats:
         """Blocks by state."""
+    def account_stats(self, account: int) -> AccountStats:
+        """Blocks of one account."""
     def check_invariants(self) -> None:
         """Checks that bits, words, permits and counters agree. Reads every block; nothing may move.
 

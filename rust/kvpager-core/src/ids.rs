@@ -72,4 +72,18 @@ impl BlockHandle {
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits)
     }
+
+    /// Packed handles in place. Any value is accepted: the pool checks it when it is used.
+    #[must_use]
+    pub const fn slice_from_bits(bits: &[u64]) -> &[Self] {
+        // SAFETY: `BlockHandle` is a transparent `u64`, and every value of it is a handle.
+        unsafe { std::slice::from_raw_parts(bits.as_ptr().cast(), bits.len()) }
+    }
+
+    /// Packed handles in place, to be written.
+    #[must_use]
+    pub const fn slice_from_bits_mut(bits: &mut [u64]) -> &mut [Self] {
+        // SAFETY: as in `slice_from_bits`; every handle is a valid `u64` too.
+        unsafe { std::slice::from_raw_parts_mut(bits.as_mut_ptr().cast(), bits.len()) }
+    }
 }

@@ -19,6 +19,11 @@ pub(crate) fn invalid(text: impl Into<String>) -> PyErr {
     classes::InvalidArgumentError::new_err(text.into())
 }
 
+/// A `WrongStateError` with this text.
+pub(crate) fn wrong_state(text: impl Into<String>) -> PyErr {
+    classes::WrongStateError::new_err(text.into())
+}
+
 /// The exception of a core error. Its text is the error's sentence; the numbers are attributes.
 pub(crate) fn to_py(error: Error) -> PyErr {
     let text = error.to_string();

@@ -7,6 +7,7 @@ mod attention;
 mod batch;
 mod block_pool;
 mod error;
+mod fork;
 mod geometry;
 mod prefix_index;
 mod scheduler;
@@ -16,6 +17,7 @@ mod split_plan;
 #[pymodule(gil_used = false)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    fork::watch();
     geometry::register(module)?;
     block_pool::register(module)?;
     prefix_index::register(module)?;

@@ -230,6 +230,16 @@ impl Accounts {
         Ok(own.limit.min(self.capacity.saturating_sub(others)))
     }
 
+    /// Blocks that an account could commit now; of its own moment while others work.
+    pub(super) fn available(&self, id: AccountId) -> Result<u64> {
+        let account = self.get(id)?;
+        let limit = account.limit.load(Ordering::Relaxed);
+        let Use { used, guaranteed } = Use::unpack(account.word.load(Ordering::Relaxed));
+        let shared = self.shared.load(Ordering::Relaxed).max(0) as u64;
+        let own = u64::from(guaranteed.saturating_sub(used));
+        Ok(u64::from(limit.saturating_sub(used)).min(own + shared))
+    }
+
     pub(super) fn used(&self, account: AccountId) -> u64 {
         u64::from(Use::unpack(self.accounts[account.0 as usize].word.load(Ordering::Relaxed)).used)
     }

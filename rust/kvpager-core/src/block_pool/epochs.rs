@@ -15,8 +15,16 @@ const NIL: u32 = u32::MAX;
 pub struct StepEpoch(u64);
 
 impl StepEpoch {
-    pub(super) const fn number(self) -> u64 {
+    /// Its number, from 1.
+    #[must_use]
+    pub const fn number(self) -> u64 {
         self.0
+    }
+
+    /// The step of a number. Any is accepted: the pool checks it when it is closed.
+    #[must_use]
+    pub const fn from_number(number: u64) -> Self {
+        Self(number)
     }
 }
 

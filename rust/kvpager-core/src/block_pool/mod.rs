@@ -143,6 +143,14 @@ impl BlockPool {
         self.accounts.reachable(account)
     }
 
+    /// Blocks that an account could reserve now. While other threads work it is a hint, not a promise.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an unknown account.
+    pub fn available(&self, account: AccountId) -> Result<u64> {
+        self.accounts.available(account)
+    }
+
     /// Promises blocks to an account.
     ///
     /// # Errors

@@ -1,0 +1,119 @@
+//! `Reservation`.
+
+use super::handles::{Target, int};
+use crate::error::{IntoPyResult, invalid, wrong_state};
+use crate::fork::Home;
+use kvpager_core::BlockHandle;
+use kvpager_core::BlockId;
+use kvpager_core::block_pool::Reservation;
+use pyo3::prelude::*;
+use std::sync::{Mutex, TryLockError};
+
+/// Blocks promised to an account and not yet taken.
+#[pyclass(name = "Reservation", module = "kvpager._core", frozen)]
+pub(crate) struct PyReservation {
+    /// `None` once it is closed. Only tried, never waited for: a reservation has one user at a time.
+    inner: Mutex<Option<Reservation>>,
+    home: Home,
+}
+
+impl PyReservation {
+    pub(crate) fn new(reservation: Reservation, home: Home) -> Self {
+        Self { inner: Mutex::new(Some(reservation)), home }
+    }
+
+    fn with<R>(&self, act: impl FnOnce(&mut Option<Reservation>) -> PyResult<R>) -> PyResult<R> {
+        self.home.check()?;
+        match self.inner.try_lock() {
+            Ok(mut inner) => act(&mut inner),
+            Err(TryLockError::Poisoned(poisoned)) => act(&mut poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => Err(wrong_state("another thread is using this reservation")),
+        }
+    }
+
+    fn open<R>(&self, act: impl FnOnce(&mut Reservation) -> PyResult<R>) -> PyResult<R> {
+        self.with(|inner| act(inner.as_mut().ok_or_else(|| wrong_state("the reservation is closed"))?))
+    }
+}
+
+#[pymethods]
+impl PyReservation {
+    #[getter]
+    fn num_blocks(&self) -> PyResult<u32> {
+        self.with(|inner| Ok(inner.as_ref().map_or(0, Reservation::num_blocks)))
+    }
+
+    #[getter]
+    fn account(&self) -> PyResult<u32> {
+        self.open(|inner| Ok(inner.account().0))
+    }
+
+    #[getter]
+    fn is_open(&self) -> PyResult<bool> {
+        self.with(|inner| Ok(inner.is_some()))
+    }
+
+    #[pyo3(signature = (num_blocks=None, *, out=None))]
+    fn allocate<'py>(
+        &self,
+        py: Python<'py>,
+        num_blocks: Option<&Bound<'py, PyAny>>,
+        out: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let target = Target::read(num_blocks, out)?;
+        self.open(|inner| {
+            if target.len() > inner.num_blocks() as usize {
+                return Err(invalid(format!(
+                    "{} blocks asked of a reservation of {}",
+                    target.len(),
+                    inner.num_blocks()
+                )));
+            }
+            target.fill(py, |blocks| inner.allocate(blocks).py())
+        })
+    }
+
+    fn allocate_one(&self) -> PyResult<u64> {
+        let mut block = [BlockHandle::new(0, BlockId(0))];
+        self.open(|inner| inner.allocate(&mut block).py())?;
+        Ok(block[0].to_bits())
+    }
+
+    fn grow(&self, num_blocks: &Bound<'_, PyAny>) -> PyResult<()> {
+        let count = int(num_blocks, "num_blocks")?;
+        self.open(|inner| inner.grow(count).py())
+    }
+
+    fn shrink(&self, num_blocks: &Bound<'_, PyAny>) -> PyResult<()> {
+        let count = int(num_blocks, "num_blocks")?;
+        self.open(|inner| inner.shrink(count).py())
+    }
+
+    fn close(&self) -> PyResult<()> {
+        self.with(|inner| {
+            *inner = None;
+            Ok(())
+        })
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {
+        slf.get().open(|_| Ok(()))?;
+        Ok(slf)
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, _exception: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.close()
+    }
+
+    fn __repr__(&self) -> PyResult<String> {
+        self.with(|inner| {
+            Ok(inner.as_ref().map_or_else(
+                || "Reservation(closed)".to_owned(),
+                |inner| {
+                    format!("Reservation(account={}, num_blocks={})", inner.account(), inner.num_blocks())
+                },
+            ))
+        })
+    }
+}
