@@ -952,3 +952,92 @@ def _split_plan(
     min_chunk: int,
 ) -> tuple[int, int, int]:
     """Writes work items (8 words each) and merge items (4 words each); returns how many, and the partials."""
+
+# --- replay -------------------------------------------------------------------------------------------------
+
+@final
+class Replay:
+    """One run of a workload through scheduler, index and pool, in virtual time."""
+
+    def __new__(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        *,
+        policy: str,
+        eviction: str,
+        reuse: bool,
+        max_batch_tokens: int,
+        max_running: int,
+        max_model_tokens: int,
+        max_prefill_chunk: int,
+        max_output_tokens: int,
+        hash_block: int,
+        tenants: Sequence[str],
+        arrivals: str,
+        speed: float,
+        rate: float,
+        seed: int,
+        step_time: tuple[float, float, float, float],
+    ) -> Replay:
+        """A run that has no requests yet; the settings are those of `kvpager.replay.run.RunSettings`.
+
+        Raises:
+            InvalidArgumentError: with every setting that is out of range.
+        """
+    def push(self, columns: object) -> None:
+        """Takes a `kvpager.replay.Columns` of requests, in order of arrival."""
+    def close(self) -> None:
+        """Says that no more requests will come."""
+    def advance(self, max_steps: int) -> str:
+        """Does at most so many steps without the interpreter: `running`, `needs_input` or `done`."""
+    @property
+    def num_ended(self) -> int: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def now(self) -> float:
+        """Virtual seconds so far."""
+    def report_json(self) -> str:
+        """The run as the text of one JSON object, also before its end."""
+    def check_invariants(self) -> None:
+        """Checks the pool and the index; raises what is wrong."""
+
+@final
+class SequentialReplay:
+    """Index and pool alone: one request at a time, look up, then insert its full prompt blocks."""
+
+    def __new__(
+        cls, num_blocks: int, block_size: int, *, eviction: str, hash_block: int, tenants: Sequence[str]
+    ) -> SequentialReplay: ...
+    def push(self, columns: object) -> None:
+        """Runs a `kvpager.replay.Columns` of requests."""
+    def counts(self) -> list[tuple[str, int]]:
+        """`requests`, `too_long`, `lookup_blocks`, `hit_blocks`, `prompt_tokens`, `peak_held`."""
+
+@final
+class Oracle:
+    """The clairvoyant schedule of a workload: first come, first served, with every output length known."""
+
+    def __new__(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        max_output_tokens: int,
+        arrivals: str,
+        speed: float,
+        rate: float,
+        seed: int,
+        step_time: tuple[float, float, float, float],
+    ) -> Oracle: ...
+    def push(self, columns: object) -> None:
+        """Takes a `kvpager.replay.Columns` of requests, in order of arrival."""
+    def close(self) -> None:
+        """Says that no more requests will come."""
+    def advance(self, max_steps: int) -> str:
+        """Does at most so many steps without the interpreter: `running`, `needs_input` or `done`."""
+    def outcome(self) -> tuple[float, int, int, int, float, int]:
+        """`(time, steps, finished, refused, mean_batch, peak_blocks)` so far."""

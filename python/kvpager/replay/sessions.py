@@ -67,6 +67,7 @@ def read_sessions(path: Path, bad: BadLines, *, seed: int = 0) -> Trace:
         bad,
         hash_block=hash_block,
         max_output_tokens=16384,
+        max_model_tokens=1 << 20,
         count=sum(map(len, chains)),
         notes=[f"session start times are invented: uniform over {START_SPAN_HOURS} h, seed {seed}"],
     )

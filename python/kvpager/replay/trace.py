@@ -22,6 +22,7 @@ class Trace:
         has_times: whether the arrival times are of the trace.
         hash_block: prompt tokens that one hash id stands for; 0 if it has none.
         max_output_tokens: most tokens that its requests asked for, as far as is known.
+        max_model_tokens: longest request that it is expected to have.
         count: number of requests if it is known beforehand, for the progress display.
         tenants: names of the tenants, by index.
         notes: what the reader had to invent, in sentences.
@@ -34,6 +35,7 @@ class Trace:
     has_times: bool = True
     hash_block: int = 0
     max_output_tokens: int = 4096
+    max_model_tokens: int = 131072
     count: int | None = None
     tenants: list[str] = field(default_factory=lambda: ["all"])
     notes: list[str] = field(default_factory=list)

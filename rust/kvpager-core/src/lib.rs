@@ -12,6 +12,7 @@ pub mod error;
 pub mod geometry;
 pub mod ids;
 pub mod prefix_index;
+pub mod replay;
 pub mod scheduler;
 pub mod split_plan;
 pub mod sync;

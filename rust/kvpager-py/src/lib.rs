@@ -10,6 +10,7 @@ mod error;
 mod fork;
 mod geometry;
 mod prefix_index;
+mod replay;
 mod scheduler;
 mod split_plan;
 
@@ -21,6 +22,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     geometry::register(module)?;
     block_pool::register(module)?;
     prefix_index::register(module)?;
+    replay::register(module)?;
     scheduler::register(module)?;
     split_plan::register(module)?;
     attention::register(module)?;

@@ -1,0 +1,145 @@
+"""What `kvpager replay` prints for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvpager.replay.run import RunSettings
+from kvpager.replay.trace import Trace
+
+__all__ = ["print_runs"]
+
+Run = dict[str, Any]
+
+
+def print_runs(runs: list[Run], trace: Trace, settings: RunSettings) -> None:
+    """Prints the settings, then one column a run.
+
+    Args:
+        runs: the runs.
+        trace: the workload that they ran.
+        settings: what they have in common.
+    """
+    console = Console(highlight=False)
+    console.print(
+        f"{escape(trace.name)} ({trace.format}): {settings.blocks:,} blocks of {settings.block_size} tokens, "
+        f"arrivals {settings.arrivals}, reuse {'on' if settings.reuse else 'off'}"
+    )
+    for note in trace.notes:
+        console.print(f"Note: {escape(note)}")
+    sequential = all(run["policy"] == "sequential" for run in runs)
+    if not sequential:
+        floor, per_token, per_kv_token, _ = settings.step_time
+        console.print(
+            f"Step time: max({floor * 1e3:g} ms, {per_token * 1e3:g} ms x tokens) + "
+            f"{per_kv_token * 1e3:g} ms x context tokens"
+        )
+    table = Table("", *(_title(run) for run in runs), box=None)
+    for label, value in _SEQUENTIAL if sequential else _SEQUENTIAL + _ROWS:
+        table.add_row(label, *(value(run) for run in runs))
+    console.print(table)
+    if not sequential:
+        for run in runs:
+            console.print(_latency_table(run))
+    for run in runs:
+        if run["interrupted"]:
+            console.print("Interrupted: the figures are of what had run.")
+
+
+def _title(run: Run) -> str:
+    return run["policy"] if run["eviction"] is None else f"{run['policy']}, {run['eviction']}"
+
+
+def _rate(hits: int, of: int) -> str:
+    return f"{hits / of:.2%}" if of else "none"
+
+
+def _refused(run: Run) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in run["refused"].items()) or "0"
+
+
+def _quantiles(values: dict[str, float], *names: str) -> str:
+    return " / ".join(f"{values[name]:,.4g}" for name in names)
+
+
+def _oracle(run: Run) -> str:
+    if run["oracle_time"] is None:
+        return "not run"
+    return f"{run['virtual_time'] / run['oracle_time']:.3f}x of {run['oracle_time']:,.1f} s"
+
+
+_Row = tuple[str, Callable[[Run], str]]
+
+_SEQUENTIAL: list[_Row] = [
+    ("requests", lambda run: f"{run['requests']:,}"),
+    ("finished", lambda run: f"{run['finished']:,}"),
+    ("refused", _refused),
+    ("hit blocks", lambda run: f"{run['hit_blocks']:,} of {run['lookup_blocks']:,}"),
+    ("hit rate, tokens", lambda run: _rate(run["hit_tokens"], run["prompt_tokens"])),
+    ("peak held blocks", lambda run: f"{run['peak_held']:,}"),
+    ("wall time", lambda run: f"{run['wall_time']:.2f} s"),
+]
+
+_ROWS: list[_Row] = [
+    ("mean held blocks", lambda run: f"{run['mean_held']:,.0f}"),
+    ("held p50 / p99 / max", lambda run: _quantiles(run["memory"]["held"], "p50", "p99", "max")),
+    ("cached p50 / p99 / max", lambda run: _quantiles(run["memory"]["cached"], "p50", "p99", "max")),
+    (
+        "if nothing were shared",
+        lambda run: _quantiles(run["memory"]["held_if_nothing_were_shared"], "p50", "p99", "max"),
+    ),
+    (
+        "contiguous reservation",
+        lambda run: _quantiles(run["memory"]["contiguous_reservation"], "p50", "p99", "max"),
+    ),
+    ("internal waste", lambda run: f"{run['memory']['internal_waste']:.2%}"),
+    ("batch p50 / p99 / max", lambda run: _quantiles(run["batch_size"], "p50", "p99", "max")),
+    (
+        "preempted requests",
+        lambda run: f"{run['preempted_requests']:,} ({_rate(run['preempted_requests'], run['finished'])})",
+    ),
+    (
+        "recomputed tokens",
+        lambda run: f"{run['recomputed_tokens']:,} ({_rate(run['recomputed_tokens'], run['prompt_tokens'])})",
+    ),
+    (
+        "swapped tokens",
+        lambda run: f"{run['swapped_tokens']:,} ({_rate(run['swapped_tokens'], run['prompt_tokens'])})",
+    ),
+    ("worst token gap", lambda run: f"{run['worst_token_gap']:.3f} s"),
+    ("virtual time", lambda run: f"{run['virtual_time']:,.1f} s"),
+    ("against the oracle", _oracle),
+    ("steps", lambda run: f"{run['steps']:,}"),
+    ("scheduler steps a second", lambda run: f"{run['steps_per_second']:,.0f}"),
+    ("scheduler µs a step p50 / p99 / max", lambda run: _quantiles(run["step_us"], "p50", "p99", "max")),
+]
+
+_LATENCIES = (
+    ("queue_wait", "queue wait"),
+    ("time_to_first_token", "first token"),
+    ("time_per_output_token", "per token"),
+    ("worst_gap", "worst gap"),
+)
+
+
+def _latency_table(run: Run) -> Table:
+    """Latencies in seconds, by prompt length: the long tail shows where means would hide it."""
+    table = Table(
+        f"{_title(run)}: seconds", "prompts of", "requests", "p50", "p90", "p99", "p99.9", "max", box=None
+    )
+    least = 0
+    for group in run["latency_by_context"]:
+        most = group["prompt_tokens_at_most"]
+        label = f"over {least:,}" if most is None else f"{least + 1:,} to {most:,}"
+        least = most or least
+        for name, title in _LATENCIES:
+            values = group["latency"][name]
+            if values["count"]:
+                shown = (f"{values[key]:.4g}" for key in ("p50", "p90", "p99", "p999", "max"))
+                table.add_row(title, label, f"{values['count']:,}", *shown)
+    return table

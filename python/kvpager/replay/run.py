@@ -1,0 +1,298 @@
+"""Runs of a workload: one a policy, driven in bounded pieces so that progress shows and Ctrl-C works."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvpager._core import Oracle, Replay, SequentialReplay
+from kvpager.errors import InvalidArgumentError
+from kvpager.replay.columns import Columns
+from kvpager.replay.trace import Trace
+
+__all__ = ["STEP_TIMES", "RunSettings", "run_oracle", "run_replay", "run_sequential"]
+
+StepTimes = tuple[float, float, float, float]
+"""Seconds: shortest step, a batch token, a context token, a swapped block."""
+
+STEP_TIMES: dict[str, StepTimes] = {
+    "8b-hbm3": (4.8e-3, 4e-5, 3.9e-8, 0.0),
+    "8b-a100": (8.2e-3, 1.0e-4, 6.4e-8, 0.0),
+    "70b-hbm3x4": (10.5e-3, 8.8e-5, 2.4e-8, 0.0),
+}
+"""Coefficients of the step time by model class and hardware, from public bandwidth and arithmetic figures.
+
+The first is the one that the published tables use; all are illustrations, none is a measurement.
+"""
+
+SWAP_BYTES_PER_TOKEN = 131072
+SWAP_BYTES_PER_SECOND = 25e9
+
+PIECE_SECONDS = 0.1
+"""About how long the interpreter stays out of the loop."""
+
+Report = Callable[[int, int, float], None]
+"""Called with requests ended, steps, virtual seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What all runs of a comparison have in common.
+
+    Attributes:
+        blocks: blocks of the pool.
+        block_size: tokens of a block.
+        reuse: whether prefixes are looked up and kept.
+        arrivals: `recorded`, `rate` or `saturate`.
+        speed: of recorded arrivals.
+        rate: requests a second of `rate`.
+        seed: of everything that is drawn.
+        requests: how many of the trace, or None for all.
+        max_batch_tokens: tokens of a step.
+        max_running: sequences of a step.
+        max_model_tokens: longest request.
+        max_prefill_chunk: longest prefill chunk; 0 for the whole budget.
+        max_output_tokens: most tokens that a request asks for.
+        step_time: coefficients of the step time.
+    """
+
+    blocks: int
+    block_size: int = 16
+    reuse: bool = True
+    arrivals: str = "recorded"
+    speed: float = 1.0
+    rate: float = 1.0
+    seed: int = 0
+    requests: int | None = None
+    max_batch_tokens: int = 8192
+    max_running: int = 1024
+    max_model_tokens: int = 131072
+    max_prefill_chunk: int = 0
+    max_output_tokens: int = 4096
+    step_time: StepTimes = STEP_TIMES["8b-hbm3"]
+
+    def with_swap(self) -> StepTimes:
+        """The step time with the cost of a swapped block."""
+        floor, per_token, per_kv_token, _ = self.step_time
+        return floor, per_token, per_kv_token, self.block_size * SWAP_BYTES_PER_TOKEN / SWAP_BYTES_PER_SECOND
+
+
+def _limited(trace: Trace, limit: int | None) -> Iterator[Columns]:
+    """The first `limit` requests of a trace."""
+    left = limit
+    for columns in trace.requests:
+        if left is None or len(columns) <= left:
+            yield columns
+        else:
+            yield _head(columns, left)
+        if left is not None:
+            left -= len(columns)
+            if left <= 0:
+                return
+
+
+def _head(columns: Columns, count: int) -> Columns:
+    ids = columns.hash_start[count]
+    return Columns(
+        arrival=columns.arrival[:count],
+        prompt_tokens=columns.prompt_tokens[:count],
+        output_tokens=columns.output_tokens[:count],
+        tenant=columns.tenant[:count],
+        session=columns.session[:count],
+        think_time=columns.think_time[:count],
+        hash_start=columns.hash_start[: count + 1],
+        hash_ids=columns.hash_ids[:ids],
+    )
+
+
+def _drive(run: Replay | Oracle, requests: Iterator[Columns], report: Report | None) -> bool:
+    """Feeds and advances a run to its end; False if Ctrl-C ended it."""
+    steps = 256
+    try:
+        while True:
+            began = time.perf_counter()
+            state = run.advance(steps)
+            if state == "done":
+                return True
+            if state == "needs_input":
+                columns = next(requests, None)
+                if columns is None:
+                    run.close()
+                else:
+                    run.push(columns)
+                continue
+            elapsed = time.perf_counter() - began
+            steps = max(16, min(1 << 20, int(steps * PIECE_SECONDS / max(elapsed, 1e-6)), steps * 4))
+            if report is not None and isinstance(run, Replay):
+                report(run.num_ended, run.num_steps, run.now)
+    except KeyboardInterrupt:
+        return False
+
+
+def _tenants(trace: Trace, columns: Columns | None) -> list[str]:
+    """Tenant names, with room for those that a streaming reader will still meet."""
+    seen = 1 + max(columns.tenant, default=0) if columns is not None else 1
+    names = list(trace.tenants[:seen])
+    return names + [f"tenant {index}" for index in range(len(names), seen)]
+
+
+def run_replay(
+    trace: Trace, settings: RunSettings, *, policy: str, eviction: str, report: Report | None = None
+) -> dict[str, Any]:
+    """Runs a workload through scheduler, index and pool.
+
+    Args:
+        trace: the workload; its requests are used up.
+        settings: the run.
+        policy: admission policy.
+        eviction: eviction policy.
+        report: called now and then with the progress.
+
+    Returns:
+        The run's object of `kvpager replay --json`; `interrupted` says if Ctrl-C ended it early.
+
+    Raises:
+        InvalidArgumentError: for bad input or settings.
+    """
+    began = time.perf_counter()
+    requests = _limited(trace, settings.requests)
+    first = next(requests, None)
+    if first is None:
+        raise InvalidArgumentError(f"{trace.bad.path}: no requests in it")
+    replay = Replay(
+        settings.blocks,
+        settings.block_size,
+        policy=policy,
+        eviction=eviction,
+        reuse=settings.reuse,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_running=settings.max_running,
+        max_model_tokens=settings.max_model_tokens,
+        max_prefill_chunk=settings.max_prefill_chunk,
+        max_output_tokens=settings.max_output_tokens,
+        hash_block=trace.hash_block or 512,
+        tenants=_tenants(trace, first),
+        arrivals=settings.arrivals,
+        speed=settings.speed,
+        rate=settings.rate,
+        seed=settings.seed,
+        step_time=settings.with_swap(),
+    )
+    replay.push(first)
+    finished = _drive(replay, requests, report)
+    result: dict[str, Any] = json.loads(replay.report_json())
+    result |= {
+        "trace": trace.name,
+        "format": trace.format,
+        "eviction": eviction if settings.reuse else None,
+        "arrivals": settings.arrivals,
+        "skipped_lines": trace.bad.count,
+        "interrupted": not finished,
+        "oracle_time": None,
+        "wall_time": time.perf_counter() - began,
+    }
+    return result
+
+
+def run_sequential(
+    trace: Trace, settings: RunSettings, *, eviction: str, report: Report | None = None
+) -> dict[str, Any]:
+    """Runs a workload through index and pool alone, one request at a time in file order.
+
+    Each request is looked up, then its full prompt blocks are inserted; outputs are not.
+
+    Args:
+        trace: the workload; its requests are used up.
+        settings: the run; only blocks, block size and requests matter.
+        eviction: eviction policy.
+        report: called now and then with the progress.
+    """
+    began = time.perf_counter()
+    requests = _limited(trace, settings.requests)
+    first = next(requests, None)
+    if first is None:
+        raise InvalidArgumentError(f"{trace.bad.path}: no requests in it")
+    replay = SequentialReplay(
+        settings.blocks,
+        settings.block_size,
+        eviction=eviction,
+        hash_block=trace.hash_block or 512,
+        tenants=_tenants(trace, first),
+    )
+    finished = True
+    columns: Columns | None = first
+    try:
+        while columns is not None:
+            replay.push(columns)
+            if report is not None:
+                report(dict(replay.counts())["requests"], 0, 0.0)
+            columns = next(requests, None)
+    except KeyboardInterrupt:
+        finished = False
+    counts = dict(replay.counts())
+    hit_tokens = counts["hit_blocks"] * settings.block_size
+    unused = dict.fromkeys(
+        ("preempted_requests", "recomputed_tokens", "swapped_tokens", "steps", "output_tokens"), 0
+    )
+    return unused | {
+        "trace": trace.name,
+        "format": trace.format,
+        "policy": "sequential",
+        "eviction": eviction,
+        "block_size": settings.block_size,
+        "blocks": settings.blocks,
+        "requests": counts["requests"],
+        "finished": counts["requests"] - counts["too_long"],
+        "refused": {"never_fits": counts["too_long"]} if counts["too_long"] else {},
+        "lookup_blocks": counts["lookup_blocks"],
+        "hit_blocks": counts["hit_blocks"],
+        "prompt_tokens": counts["prompt_tokens"],
+        "hit_tokens": hit_tokens,
+        "virtual_time": 0.0,
+        "oracle_time": None,
+        "worst_token_gap": 0.0,
+        "peak_held": counts["peak_held"],
+        "mean_held": None,
+        "step_us": None,
+        "skipped_lines": trace.bad.count,
+        "interrupted": not finished,
+        "wall_time": time.perf_counter() - began,
+    }
+
+
+def run_oracle(trace: Trace, settings: RunSettings) -> dict[str, Any]:
+    """Runs the clairvoyant schedule of a workload.
+
+    Args:
+        trace: the workload; its requests are used up.
+        settings: the run that it is compared with.
+
+    Returns:
+        `time`, `steps`, `finished`, `refused`, `mean_batch`, `peak_blocks`, and `interrupted`.
+    """
+    oracle = Oracle(
+        settings.blocks,
+        settings.block_size,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_running=settings.max_running,
+        max_output_tokens=settings.max_output_tokens,
+        arrivals=settings.arrivals,
+        speed=settings.speed,
+        rate=settings.rate,
+        seed=settings.seed,
+        step_time=settings.step_time,
+    )
+    finished = _drive(oracle, _limited(trace, settings.requests), None)
+    seconds, steps, done, refused, mean_batch, peak_blocks = oracle.outcome()
+    return {
+        "time": seconds,
+        "steps": steps,
+        "finished": done,
+        "refused": refused,
+        "mean_batch": mean_batch,
+        "peak_blocks": peak_blocks,
+        "interrupted": not finished,
+    }

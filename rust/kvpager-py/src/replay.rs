@@ -1,0 +1,303 @@
+//! Bindings of `kvpager_core::replay`.
+
+use crate::arrays::read_ints;
+use crate::error::{IntoPyResult, invalid};
+use kvpager_core::Error;
+use kvpager_core::prefix_index::EvictionPolicy;
+use kvpager_core::replay as core;
+use kvpager_core::scheduler::AdmissionPolicy;
+use pyo3::buffer::PyBuffer;
+use pyo3::prelude::*;
+use std::sync::{Mutex, MutexGuard, TryLockError};
+
+/// Columns that Python handed over, copied.
+struct Owned {
+    arrival: Vec<f64>,
+    prompt_tokens: Vec<u32>,
+    output_tokens: Vec<u32>,
+    tenant: Vec<u32>,
+    session: Vec<u64>,
+    think_time: Vec<f64>,
+    hash_start: Vec<u64>,
+    hash_ids: Vec<u64>,
+}
+
+impl Owned {
+    /// Reads the attributes of a `kvpager.replay.Columns`.
+    fn read(columns: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = columns.py();
+        let floats = |name: &str| PyBuffer::<f64>::get(&columns.getattr(name)?)?.to_vec(py);
+        Ok(Self {
+            arrival: floats("arrival")?,
+            prompt_tokens: read_ints(&columns.getattr("prompt_tokens")?, "prompt_tokens")?,
+            output_tokens: read_ints(&columns.getattr("output_tokens")?, "output_tokens")?,
+            tenant: read_ints(&columns.getattr("tenant")?, "tenant")?,
+            session: read_ints(&columns.getattr("session")?, "session")?,
+            think_time: floats("think_time")?,
+            hash_start: read_ints(&columns.getattr("hash_start")?, "hash_start")?,
+            hash_ids: read_ints(&columns.getattr("hash_ids")?, "hash_ids")?,
+        })
+    }
+
+    fn view(&self) -> core::Columns<'_> {
+        core::Columns {
+            arrival: &self.arrival,
+            prompt_tokens: &self.prompt_tokens,
+            output_tokens: &self.output_tokens,
+            tenant: &self.tenant,
+            session: &self.session,
+            think_time: &self.think_time,
+            hash_start: &self.hash_start,
+            hash_ids: &self.hash_ids,
+        }
+    }
+}
+
+/// The one caller at a time; a second one is told so instead of waiting.
+fn enter<T>(state: &Mutex<T>) -> PyResult<MutexGuard<'_, T>> {
+    match state.try_lock() {
+        Ok(guard) => Ok(guard),
+        Err(TryLockError::WouldBlock) => {
+            Err(crate::error::to_py(Error::WrongState("another thread is in this replay".into())))
+        }
+        Err(TryLockError::Poisoned(_)) => {
+            Err(crate::error::to_py(Error::WrongState("an internal fault ended this replay".into())))
+        }
+    }
+}
+
+fn step_time((floor, per_token, per_kv_token, per_swapped_block): (f64, f64, f64, f64)) -> core::StepTime {
+    core::StepTime { floor, per_token, per_kv_token, per_swapped_block }
+}
+
+/// One run of a workload through scheduler, index and pool, in virtual time.
+#[pyclass(frozen, module = "kvpager._core")]
+pub(crate) struct Replay(Mutex<core::Replay>);
+
+#[pymethods]
+impl Replay {
+    #[new]
+    #[pyo3(signature = (num_blocks, block_size, *, policy, eviction, reuse, max_batch_tokens, max_running,
+        max_model_tokens, max_prefill_chunk, max_output_tokens, hash_block, tenants, arrivals, speed, rate, seed,
+        step_time))]
+    #[expect(clippy::too_many_arguments, reason = "one keyword for each setting of a run")]
+    fn new(
+        num_blocks: u32,
+        block_size: u32,
+        policy: &str,
+        eviction: &str,
+        reuse: bool,
+        max_batch_tokens: u32,
+        max_running: u32,
+        max_model_tokens: u32,
+        max_prefill_chunk: u32,
+        max_output_tokens: u32,
+        hash_block: u32,
+        tenants: Vec<String>,
+        arrivals: &str,
+        speed: f64,
+        rate: f64,
+        seed: u64,
+        step_time: (f64, f64, f64, f64),
+    ) -> PyResult<Self> {
+        let arrivals = match arrivals {
+            "recorded" => core::Arrivals::Recorded { speed },
+            "rate" => core::Arrivals::Rate { per_second: rate, seed },
+            "saturate" => core::Arrivals::Saturate,
+            other => return Err(invalid(format!("arrivals are {other:?}: recorded, rate or saturate"))),
+        };
+        let config = core::ReplayConfig {
+            policy: AdmissionPolicy::from_name(policy).py()?,
+            eviction: eviction.parse::<EvictionPolicy>().py()?,
+            reuse,
+            max_batch_tokens,
+            max_running,
+            max_model_tokens,
+            max_prefill_chunk,
+            max_output_tokens,
+            hash_block,
+            tenants,
+            arrivals,
+            step_time: self::step_time(step_time),
+            ..core::ReplayConfig::new(num_blocks, block_size)
+        };
+        core::Replay::new(config).py().map(|replay| Self(Mutex::new(replay)))
+    }
+
+    /// Takes more requests, in order of arrival.
+    fn push(&self, py: Python<'_>, columns: &Bound<'_, PyAny>) -> PyResult<()> {
+        let owned = Owned::read(columns)?;
+        let mut guard = enter(&self.0)?;
+        let replay = &mut *guard;
+        py.detach(|| replay.push(&owned.view())).py()
+    }
+
+    /// Says that no more requests will come.
+    fn close(&self) -> PyResult<()> {
+        enter(&self.0)?.close();
+        Ok(())
+    }
+
+    /// Does at most so many steps: `running`, `needs_input` or `done`.
+    fn advance(&self, py: Python<'_>, max_steps: u64) -> PyResult<&'static str> {
+        let mut guard = enter(&self.0)?;
+        let replay = &mut *guard;
+        let progress = py.detach(|| replay.advance(max_steps)).py()?;
+        Ok(match progress {
+            core::Progress::Running => "running",
+            core::Progress::NeedsInput => "needs_input",
+            core::Progress::Done => "done",
+        })
+    }
+
+    #[getter]
+    fn num_ended(&self) -> PyResult<u64> {
+        Ok(enter(&self.0)?.num_ended())
+    }
+
+    #[getter]
+    fn num_steps(&self) -> PyResult<u64> {
+        Ok(enter(&self.0)?.num_steps())
+    }
+
+    #[getter]
+    fn now(&self) -> PyResult<f64> {
+        Ok(enter(&self.0)?.now())
+    }
+
+    /// The run as the text of one JSON object, also before its end.
+    fn report_json(&self, py: Python<'_>) -> PyResult<String> {
+        let guard = enter(&self.0)?;
+        let replay = &*guard;
+        Ok(py.detach(|| replay.report().to_string()))
+    }
+
+    /// Checks the pool and the index.
+    fn check_invariants(&self, py: Python<'_>) -> PyResult<()> {
+        let guard = enter(&self.0)?;
+        let replay = &*guard;
+        py.detach(|| replay.check_invariants()).map_err(|text| crate::error::to_py(Error::WrongState(text)))
+    }
+}
+
+/// Index and pool alone: one request at a time, look up, then insert its full prompt blocks.
+#[pyclass(frozen, module = "kvpager._core")]
+pub(crate) struct SequentialReplay(Mutex<core::SequentialReplay>);
+
+#[pymethods]
+impl SequentialReplay {
+    #[new]
+    #[pyo3(signature = (num_blocks, block_size, *, eviction, hash_block, tenants))]
+    fn new(
+        num_blocks: u32,
+        block_size: u32,
+        eviction: &str,
+        hash_block: u32,
+        tenants: Vec<String>,
+    ) -> PyResult<Self> {
+        let eviction = eviction.parse::<EvictionPolicy>().py()?;
+        core::SequentialReplay::new(num_blocks, block_size, eviction, hash_block, &tenants)
+            .py()
+            .map(|replay| Self(Mutex::new(replay)))
+    }
+
+    /// Runs a block of requests.
+    fn push(&self, py: Python<'_>, columns: &Bound<'_, PyAny>) -> PyResult<()> {
+        let owned = Owned::read(columns)?;
+        let mut guard = enter(&self.0)?;
+        let replay = &mut *guard;
+        py.detach(|| replay.push(&owned.view())).py()
+    }
+
+    /// Counts by name.
+    fn counts(&self) -> PyResult<Vec<(&'static str, u64)>> {
+        let replay = enter(&self.0)?;
+        let counts = replay.counts();
+        Ok(vec![
+            ("requests", counts.requests),
+            ("too_long", counts.too_long),
+            ("lookup_blocks", counts.lookup_blocks),
+            ("hit_blocks", counts.hit_blocks),
+            ("prompt_tokens", counts.prompt_tokens),
+            ("peak_held", replay.peak_held()),
+        ])
+    }
+}
+
+/// The clairvoyant schedule of a workload: first come, first served, with every output length known.
+#[pyclass(frozen, module = "kvpager._core")]
+pub(crate) struct Oracle(Mutex<core::Oracle>);
+
+#[pymethods]
+impl Oracle {
+    #[new]
+    #[pyo3(signature = (num_blocks, block_size, *, max_batch_tokens, max_running, max_output_tokens, arrivals, speed,
+        rate, seed, step_time))]
+    #[expect(clippy::too_many_arguments, reason = "the settings of the run that it is compared with")]
+    fn new(
+        num_blocks: u32,
+        block_size: u32,
+        max_batch_tokens: u32,
+        max_running: u32,
+        max_output_tokens: u32,
+        arrivals: &str,
+        speed: f64,
+        rate: f64,
+        seed: u64,
+        step_time: (f64, f64, f64, f64),
+    ) -> PyResult<Self> {
+        let arrivals = match arrivals {
+            "recorded" => core::Arrivals::Recorded { speed },
+            "rate" => core::Arrivals::Rate { per_second: rate, seed },
+            "saturate" => core::Arrivals::Saturate,
+            other => return Err(invalid(format!("arrivals are {other:?}: recorded, rate or saturate"))),
+        };
+        let config = core::ReplayConfig {
+            max_batch_tokens,
+            max_running,
+            max_output_tokens,
+            arrivals,
+            step_time: self::step_time(step_time),
+            ..core::ReplayConfig::new(num_blocks, block_size)
+        };
+        core::Oracle::new(&config).py().map(|oracle| Self(Mutex::new(oracle)))
+    }
+
+    /// Takes more requests, in order of arrival.
+    fn push(&self, py: Python<'_>, columns: &Bound<'_, PyAny>) -> PyResult<()> {
+        let owned = Owned::read(columns)?;
+        let mut guard = enter(&self.0)?;
+        let oracle = &mut *guard;
+        py.detach(|| oracle.push(&owned.view())).py()
+    }
+
+    /// Says that no more requests will come.
+    fn close(&self) -> PyResult<()> {
+        enter(&self.0)?.close();
+        Ok(())
+    }
+
+    /// Does at most so many steps: `running`, `needs_input` or `done`.
+    fn advance(&self, py: Python<'_>, max_steps: u64) -> PyResult<&'static str> {
+        let mut guard = enter(&self.0)?;
+        let oracle = &mut *guard;
+        Ok(match py.detach(|| oracle.advance(max_steps)) {
+            core::Progress::Running => "running",
+            core::Progress::NeedsInput => "needs_input",
+            core::Progress::Done => "done",
+        })
+    }
+
+    /// `(time, steps, finished, refused, mean_batch, peak_blocks)` so far.
+    fn outcome(&self) -> PyResult<(f64, u64, u64, u64, f64, u64)> {
+        let outcome = enter(&self.0)?.outcome();
+        let core::OracleOutcome { time, steps, finished, refused, mean_batch, peak_blocks } = outcome;
+        Ok((time, steps, finished, refused, mean_batch, peak_blocks))
+    }
+}
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Replay>()?;
+    module.add_class::<SequentialReplay>()?;
+    module.add_class::<Oracle>()
+}
