@@ -6,7 +6,7 @@ use kvpager_core::Error;
 use kvpager_core::prefix_index::EvictionPolicy;
 use kvpager_core::replay as core;
 use kvpager_core::scheduler::AdmissionPolicy;
-use pyo3::buffer::PyBuffer;
+use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
@@ -25,17 +25,15 @@ struct Owned {
 impl Owned {
     /// Reads the attributes of a `kvpager.replay.Columns`.
     fn read(columns: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let py = columns.py();
-        let floats = |name: &str| PyBuffer::<f64>::get(&columns.getattr(name)?)?.to_vec(py);
         Ok(Self {
-            arrival: floats("arrival")?,
-            prompt_tokens: read_ints(&columns.getattr("prompt_tokens")?, "prompt_tokens")?,
-            output_tokens: read_ints(&columns.getattr("output_tokens")?, "output_tokens")?,
-            tenant: read_ints(&columns.getattr("tenant")?, "tenant")?,
-            session: read_ints(&columns.getattr("session")?, "session")?,
-            think_time: floats("think_time")?,
-            hash_start: read_ints(&columns.getattr("hash_start")?, "hash_start")?,
-            hash_ids: read_ints(&columns.getattr("hash_ids")?, "hash_ids")?,
+            arrival: floats(columns, "arrival")?,
+            prompt_tokens: ints(columns, "prompt_tokens")?,
+            output_tokens: ints(columns, "output_tokens")?,
+            tenant: ints(columns, "tenant")?,
+            session: ints(columns, "session")?,
+            think_time: floats(columns, "think_time")?,
+            hash_start: ints(columns, "hash_start")?,
+            hash_ids: ints(columns, "hash_ids")?,
         })
     }
 
@@ -51,6 +49,18 @@ impl Owned {
             hash_ids: &self.hash_ids,
         }
     }
+}
+
+/// A float column. An empty `array` has no aligned memory to look at.
+fn floats(columns: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<f64>> {
+    let column = columns.getattr(name)?;
+    if column.len()? == 0 { Ok(Vec::new()) } else { PyBuffer::<f64>::get(&column)?.to_vec(columns.py()) }
+}
+
+/// An integer column, of any integer type.
+fn ints<T: Element + TryFrom<i128>>(columns: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<T>> {
+    let column = columns.getattr(name)?;
+    if column.len()? == 0 { Ok(Vec::new()) } else { read_ints(&column, name) }
 }
 
 /// The one caller at a time; a second one is told so instead of waiting.

@@ -14,6 +14,8 @@ const MAX_POINTS: usize = 2048;
 /// A distribution of whole numbers to three figures.
 pub(super) struct Quantiles {
     histogram: Histogram<u64>,
+    /// Exact, unlike the histogram's classes.
+    max: u64,
     scale: f64,
 }
 
@@ -23,12 +25,13 @@ impl Quantiles {
         // Three figures and automatic size: the constructor fails for more than five figures only.
         #[expect(clippy::expect_used, reason = "three figures are in the accepted range")]
         let histogram = Histogram::new(3).expect("three significant figures are valid");
-        Self { histogram, scale }
+        Self { histogram, max: 0, scale }
     }
 
     pub(super) fn record(&mut self, value: u64, weight: u64) {
         // A resizing histogram refuses nothing below 2^63.
         let _ = self.histogram.record_n(value.min(1 << 62), weight);
+        self.max = self.max.max(value);
     }
 
     /// Records seconds in microseconds.
@@ -41,7 +44,9 @@ impl Quantiles {
     }
 
     pub(super) fn report(&self) -> Value {
-        let at = |share: f64| round(self.histogram.value_at_quantile(share) as f64 * self.scale);
+        let at = |share: f64| {
+            round(self.histogram.value_at_quantile(share).min(self.max) as f64 * self.scale)
+        };
         json!({
             "count": self.histogram.len(),
             "mean": round(self.mean()),
@@ -49,7 +54,7 @@ impl Quantiles {
             "p90": at(0.9),
             "p99": at(0.99),
             "p999": at(0.999),
-            "max": round(self.histogram.max() as f64 * self.scale),
+            "max": round(self.max as f64 * self.scale),
         })
     }
 }
