@@ -154,11 +154,15 @@ def _add_oracle(trace: Trace, settings: RunSettings, runs: list[dict[str, Any]])
             run["oracle"] = {name: value for name, value in outcome.items() if name != "interrupted"}
 
 
+def _silent(_ended: int, _steps: int, _now: float) -> None:
+    """Shows nothing."""
+
+
 @contextmanager
 def _progress(trace: Trace, settings: RunSettings, *, shown: bool) -> Iterator[Report]:
     """A progress line on stderr: requests, rate, time left. Silent when stderr is no terminal."""
     if not shown or not sys.stderr.isatty():
-        yield lambda ended, steps, now: None
+        yield _silent
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -26,6 +26,8 @@ def print_runs(runs: list[Run], trace: Trace, settings: RunSettings) -> None:
         settings: what they have in common.
     """
     console = Console(highlight=False)
+    # Numbers that are cut off say nothing: a narrow terminal wraps lines instead.
+    console.width = max(console.width, 100)
     console.print(
         f"{escape(trace.name)} ({trace.format}): {settings.blocks:,} blocks of {settings.block_size} tokens, "
         f"arrivals {settings.arrivals}, reuse {'on' if settings.reuse else 'off'}"

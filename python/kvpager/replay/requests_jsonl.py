@@ -42,7 +42,7 @@ def read_requests(path: Path, bad: BadLines) -> Trace:
     """
     trace = Trace(path.name, "requests", iter(()), bad, hash_block=512, tenants=[], has_times=True)
     reader = _Reader(path, bad, trace)
-    trace.has_times = reader.peek_has_times()
+    reader.peek()
     trace.requests = reader.requests()
     return trace
 
@@ -55,15 +55,19 @@ class _Reader:
         self._tenants: dict[str, int] = {}
         self._sessions: dict[str, int] = {}
 
-    def peek_has_times(self) -> bool:
+    def peek(self) -> None:
+        """Reads the file once for what must be known beforehand: times, and the names of the tenants."""
         quiet = BadLines(self._path, skip=True)
+        first = True
         for _, line in numbered_lines(self._path, quiet):
             try:
                 row = msgspec.json.decode(line)
-            except msgspec.DecodeError:
-                return True
-            return isinstance(row, dict) and _time(row) is not None
-        return True
+                if isinstance(row, dict):
+                    if first:
+                        self._trace.has_times, first = _time(row) is not None, False
+                    self._tenant(row)
+            except (msgspec.DecodeError, LineError):
+                continue
 
     def requests(self) -> Iterator[Columns]:
         builder = ColumnsBuilder(hash_block=self._trace.hash_block)

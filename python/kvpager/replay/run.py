@@ -132,13 +132,6 @@ def _drive(run: Replay | Oracle, requests: Iterator[Columns], report: Report | N
         return False
 
 
-def _tenants(trace: Trace, columns: Columns | None) -> list[str]:
-    """Tenant names, with room for those that a streaming reader will still meet."""
-    seen = 1 + max(columns.tenant, default=0) if columns is not None else 1
-    names = list(trace.tenants[:seen])
-    return names + [f"tenant {index}" for index in range(len(names), seen)]
-
-
 def run_replay(
     trace: Trace, settings: RunSettings, *, policy: str, eviction: str, report: Report | None = None
 ) -> dict[str, Any]:
@@ -174,7 +167,7 @@ def run_replay(
         max_prefill_chunk=settings.max_prefill_chunk,
         max_output_tokens=settings.max_output_tokens,
         hash_block=trace.hash_block or 512,
-        tenants=_tenants(trace, first),
+        tenants=trace.tenants or ["all"],
         arrivals=settings.arrivals,
         speed=settings.speed,
         rate=settings.rate,
@@ -220,7 +213,7 @@ def run_sequential(
         settings.block_size,
         eviction=eviction,
         hash_block=trace.hash_block or 512,
-        tenants=_tenants(trace, first),
+        tenants=trace.tenants or ["all"],
     )
     finished = True
     columns: Columns | None = first

@@ -6,7 +6,7 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.replay.columns import BadLines
@@ -24,12 +24,12 @@ def open_bytes(path: Path) -> IO[bytes]:
         InvalidArgumentError: with the path and the reason.
     """
     try:
-        file = path.open("rb")
-        magic = file.read(2)
-        file.seek(0)
+        with path.open("rb") as file:
+            magic = file.read(2)
+        # A GzipFile that opened the file itself also closes it.
+        return cast("IO[bytes]", gzip.open(path, "rb")) if magic == b"\x1f\x8b" else path.open("rb")
     except OSError as error:
         raise InvalidArgumentError(f"{path}: {error.strerror or error}") from error
-    return gzip.open(file, "rb") if magic == b"\x1f\x8b" else file  # type: ignore[return-value]
 
 
 def first_line(path: Path) -> bytes:

@@ -44,9 +44,8 @@ impl Quantiles {
     }
 
     pub(super) fn report(&self) -> Value {
-        let at = |share: f64| {
-            round(self.histogram.value_at_quantile(share).min(self.max) as f64 * self.scale)
-        };
+        let at =
+            |share: f64| round(self.histogram.value_at_quantile(share).min(self.max) as f64 * self.scale);
         json!({
             "count": self.histogram.len(),
             "mean": round(self.mean()),

@@ -1,0 +1,161 @@
+"""`kvpager replay`: what a run reports, and that it is the same run each time."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .commands import COMMAND, run, runs, write_lines
+
+KEYS = """
+trace policy eviction block_size blocks requests finished refused lookup_blocks hit_blocks prompt_tokens
+hit_tokens preempted_requests recomputed_tokens swapped_tokens steps virtual_time oracle_time worst_token_gap
+peak_held mean_held step_us wall_time
+"""
+
+WALL = {"wall_time", "step_us", "scheduler_time", "steps_per_second"}
+
+
+@pytest.fixture(scope="module")
+def mooncake(shared_dir: Path) -> Path:
+    return shared_dir / "traces" / "mooncake_conversation_trace.jsonl.gz"
+
+
+def test_every_request_of_the_trace_ends_and_the_keys_are_there(mooncake: Path) -> None:
+    (run,) = runs(mooncake, "--block-size", 512)
+    assert set(KEYS.split()) <= set(run)
+    assert (run["requests"], run["finished"], run["refused"]) == (12031, 12031, {})
+    assert run["output_tokens"] == 4122048
+    assert run["lookup_blocks"] == 276491
+    assert 0 < run["hit_blocks"] < 276491
+    assert run["hit_tokens"] == run["hit_blocks"] * 512
+    assert run["peak_held"] <= run["blocks"]
+    assert run["mean_held"] <= run["peak_held"]
+    assert run["preempted_requests"] == run["recomputed_tokens"] == 0, "reserve takes nothing back"
+    assert set(run["step_us"]) >= {"p50", "p99", "max"}
+    assert run["virtual_time"] > 0
+    assert run["oracle_time"] > 0
+
+
+def test_same_seed_gives_the_same_output_but_for_wall_times() -> None:
+    def figures(seed: int) -> dict[str, Any]:
+        options = (
+            "--requests",
+            300,
+            "--seed",
+            seed,
+            "--arrivals",
+            "rate",
+            "--rate",
+            4,
+            "--policy",
+            "forecast",
+        )
+        (run,) = runs("generate:chat", *options)
+        return {key: value for key, value in run.items() if key not in WALL}
+
+    assert figures(1) == figures(1)
+    assert figures(1) != figures(2)
+
+
+def test_policies_and_evictions_are_compared_side_by_side(mooncake: Path) -> None:
+    options = (
+        "--requests",
+        200,
+        "--block-size",
+        64,
+        "--policy",
+        "reserve,watermark",
+        "--eviction",
+        "lru,learned",
+    )
+    compared = runs(mooncake, *options)
+    assert [(run["policy"], run["eviction"]) for run in compared] == [
+        ("reserve", "lru"),
+        ("reserve", "learned"),
+        ("watermark", "lru"),
+        ("watermark", "learned"),
+    ]
+    assert len({run["oracle_time"] for run in compared}) == 1
+
+
+def test_saturated_reserve_is_slower_than_the_oracle_and_never_preempts() -> None:
+    options = ("--arrivals", "saturate", "--reuse", "off", "--requests", 500, "--blocks", 6250)
+    reserve, watermark = runs("generate:reasoning", *options, "--policy", "reserve,watermark")
+    assert reserve["preempted_requests"] == 0
+    assert reserve["virtual_time"] > 1.5 * reserve["oracle_time"]
+    assert watermark["virtual_time"] < 1.2 * watermark["oracle_time"]
+    assert reserve["hit_blocks"] == reserve["lookup_blocks"] == 0
+
+
+def test_latency_is_split_by_context_length_and_covers_every_request() -> None:
+    (run,) = runs("generate:reasoning", "--requests", 400, "--arrivals", "saturate", "--blocks", 20000)
+    counts = [group["latency"]["time_to_first_token"]["count"] for group in run["latency_by_context"]]
+    assert sum(counts) == run["finished"] == 400
+    assert sum(count > 0 for count in counts) >= 3
+    whole = run["latency"]["worst_gap"]["max"]
+    assert whole == pytest.approx(run["worst_token_gap"], abs=1e-5)
+
+
+def test_what_can_never_fit_is_refused_and_counted(tmp_path: Path) -> None:
+    rows = [{"input_length": 100 * size, "output_length": 4, "timestamp": 0} for size in (1, 2, 50)]
+    trace = write_lines(tmp_path / "trace.jsonl", rows)
+    (run,) = runs(trace, "--blocks", 64, "--max-output-tokens", 8)
+    assert (run["finished"], run["refused"]) == (2, {"never_fits": 1})
+
+
+def test_session_turns_wait_for_the_answer(tmp_path: Path) -> None:
+    rows = [
+        {"session_id": "a", "timestamp": 0, "input_length": 40, "output_length": 10},
+        {"session_id": "a", "timestamp": 1, "delay": 5000, "input_length": 60, "output_length": 10},
+        {"session_id": "b", "timestamp": 1, "input_length": 40, "output_length": 10, "tenant": "other"},
+    ]
+    (run,) = runs(write_lines(tmp_path / "trace.jsonl", rows))
+    assert run["finished"] == 3
+    # Ten tokens, five seconds of thought, ten tokens.
+    assert run["virtual_time"] == pytest.approx(5 + 20 * 4.8e-3, rel=0.05)
+    assert [tenant["tenant"] for tenant in run["tenants"]] == ["all", "other"]
+
+
+def test_table_shows_the_formula_and_the_tail() -> None:
+    done = run("generate:chat", "--requests", 50)
+    assert done.returncode == 0, done.stderr
+    for text in ("max(4.8 ms, 0.04 ms x tokens) + 3.9e-05 ms", "first token", "p99.9", "against the oracle"):
+        assert text in done.stdout
+
+
+def test_interrupt_ends_cleanly_with_what_there_is() -> None:
+    command = [*COMMAND, "generate:reasoning", "--requests", "10000000", "--arrivals", "saturate", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(2.5)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+    (interrupted,) = json.loads(out)["runs"]
+    assert interrupted["interrupted"]
+    assert interrupted["finished"] > 0
+
+
+BAD_OPTIONS = [
+    (["--policy", "hope"], 'policy is "hope"'),
+    (["--eviction", "mru"], "eviction policy"),
+    (["--reuse", "maybe"], "--reuse is 'maybe'"),
+    (["--hardware", "abacus"], "--hardware is 'abacus'"),
+    (["--arrivals", "never"], "never"),
+    (["--arrivals", "rate", "--rate", "0"], "rate is 0"),
+    (["--max-running", "9000"], "max_running"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), BAD_OPTIONS)
+def test_bad_options_are_one_line_and_exit_code_2(options: list[str], text: str) -> None:
+    done = run("generate:chat", "--requests", 10, *options)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1
