@@ -126,7 +126,8 @@ fn every_instruction_set_agrees_with_a_plain_loop() {
 #[cfg(all(target_arch = "x86_64", not(debug_assertions)))]
 fn intrinsics_of_the_kernels_are_instructions_not_calls() {
     let name = std::env::current_exe().unwrap();
-    let Ok(output) = Command::new("objdump").args(["-d", "-C", "--no-show-raw-insn"]).arg(name).output() else {
+    let Ok(output) = Command::new("objdump").args(["-d", "-C", "--no-show-raw-insn"]).arg(name).output()
+    else {
         println!("objdump is not installed: nothing checked");
         return;
     };

@@ -23,6 +23,8 @@ pub(super) struct Shape {
     /// Padded to [`ROW_ALIGN`].
     key_pad: usize,
     value_pad: usize,
+    /// Lanes of the order of pairs in which bf16 elements are held; 0 for their own order.
+    pairs: usize,
 }
 
 /// How the kernels reach stored rows: in place, or decoded to fp32 first.
@@ -61,7 +63,7 @@ impl Partials {
 /// Computes a checked request.
 pub(super) fn run(checked: &Checked<'_>, plan: &Plan, threads: &ThreadPool) {
     let shape = Shape::of(checked);
-    clear_unseen(checked);
+    clear_unseen(checked, &shape);
     let num_query_heads = shape.num_heads * shape.group;
     let mut buffer = FloatBuffer::default();
     let partials = Partials {
@@ -86,7 +88,11 @@ impl Shape {
     fn of(checked: &Checked<'_>) -> Self {
         let [_, block_size, num_heads, head_dim] = checked.request.k_cache.shape();
         let value_dim = checked.request.v_cache.shape()[3];
+        let span = 2 * checked.kernels.lanes;
+        let even = head_dim.is_multiple_of(span) && value_dim.is_multiple_of(span);
+        let pairs = if checked.request.k_cache.dtype() == Dtype::Bf16 && even { span / 2 } else { 0 };
         Self {
+            pairs,
             num_heads,
             group: checked.group,
             block_size,
@@ -96,10 +102,19 @@ impl Shape {
             value_pad: value_dim.next_multiple_of(ROW_ALIGN),
         }
     }
+
+    /// Where element `index` of a row is held.
+    fn place(&self, index: usize) -> usize {
+        if self.pairs == 0 {
+            return index;
+        }
+        let inside = index % (2 * self.pairs);
+        index - inside + inside % 2 * self.pairs + inside / 2
+    }
 }
 
 /// Writes zeros for tokens that see nothing: padding, and sequences of length 0.
-fn clear_unseen(checked: &Checked<'_>) {
+fn clear_unseen(checked: &Checked<'_>, shape: &Shape) {
     let [num_tokens, num_heads, _] = checked.request.query.shape();
     let mut seen = vec![false; num_tokens];
     for row in &checked.rows {
@@ -109,13 +124,13 @@ fn clear_unseen(checked: &Checked<'_>) {
         for head in 0..num_heads {
             let (mut max, mut sum) = (f32::NEG_INFINITY, 0.0);
             let state = State { max: &mut max, sum: &mut sum, acc: &mut [] };
-            write_output(checked, token, head, &state);
+            write_output(checked, shape, token, head, &state);
         }
     }
 }
 
 /// Writes a head's output and log-sum-exp; elements past the accumulator become zero.
-fn write_output(checked: &Checked<'_>, token: usize, head: usize, state: &State<'_>) {
+fn write_output(checked: &Checked<'_>, shape: &Shape, token: usize, head: usize, state: &State<'_>) {
     let request = checked.request;
     let sink = request.options.sinks.map(|sinks| sinks[head]);
     let (factor, lse) = state.finish(sink);
@@ -124,7 +139,7 @@ fn write_output(checked: &Checked<'_>, token: usize, head: usize, state: &State<
     let stride = request.out.strides()[2];
     let dtype = request.out.dtype();
     for index in 0..request.out.shape()[2] {
-        let value = state.acc.get(index).map_or(0.0, |value| value * factor);
+        let value = state.acc.get(shape.place(index)).map_or(0.0, |value| value * factor);
         // SAFETY: inside `out`, whose shape was checked; each row is written by one job.
         unsafe { write_element(dtype, target.wrapping_offset(index as isize * stride), value) };
     }
@@ -153,6 +168,7 @@ impl Call<'_> {
         let storage = match request.k_cache.dtype() {
             Dtype::F32 => Storage::F32,
             Dtype::F16 => Storage::F16,
+            Dtype::Bf16 if self.shape.pairs > 0 => Storage::Bf16Pairs,
             Dtype::Bf16 => Storage::Bf16,
             _ => return Access::Staged,
         };
@@ -205,7 +221,7 @@ impl Call<'_> {
                     let other = self.partials.state(slots[0], head);
                     total.merge(*other.max, *other.sum, other.acc);
                 }
-                write_output(self.checked, token.token, head, &total);
+                write_output(self.checked, &self.shape, token.token, head, &total);
             }
         }
     }

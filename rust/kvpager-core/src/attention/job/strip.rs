@@ -112,10 +112,10 @@ impl<'a> StripRun<'a> {
                         unsafe {
                             let inside = index < self.shape.head_dim;
                             let value = if inside { read_strided(dtype, source, stride, index) } else { 0.0 };
-                            *at = value * factor;
-                            at = at.add(1);
+                            at.add(self.shape.place(index)).write(value * factor);
                         }
                     }
+                    at = at.wrapping_add(self.shape.key_pad);
                 }
             }
         }
@@ -322,10 +322,13 @@ impl<'a> StripRun<'a> {
             // SAFETY: `target` has room for `TILE` rows of `pad`, and the source row is inside the cache.
             unsafe {
                 let line = target.add(index * pad);
-                if cache.has_dense_rows() {
+                if self.shape.pairs > 0 && cache.has_dense_rows() {
+                    (self.kernels.decode_pairs)(source, line, dim);
+                } else if cache.has_dense_rows() {
                     (self.kernels.decode_row)(source, line, dim, cache.dtype());
                 } else {
-                    (0..dim).for_each(|i| *line.add(i) = read_strided(cache.dtype(), source, stride, i));
+                    let read = |i| read_strided(cache.dtype(), source, stride, i);
+                    (0..dim).for_each(|i| *line.add(self.shape.place(i)) = read(i));
                 }
                 line.add(dim).write_bytes(0, pad - dim);
                 if factor != 1.0 {
@@ -348,6 +351,7 @@ impl<'a> StripRun<'a> {
                         match slot {
                             None => super::write_output(
                                 self.call.checked,
+                                &self.shape,
                                 row.token,
                                 head * group + member,
                                 &state,

@@ -117,4 +117,16 @@ unsafe fn load_bf16(at: *const u16) -> V {
     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits)))
 }
 
+/// # Safety
+/// 16 elements at `at` are readable.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn load_pairs(at: *const u16) -> (V, V) {
+    // SAFETY: by the caller's promise.
+    let bits = unsafe { _mm256_loadu_si256(at.cast()) };
+    let even = _mm256_slli_epi32::<16>(bits);
+    let odd = _mm256_and_si256(bits, _mm256_set1_epi32(0xffff_0000_u32 as i32));
+    (_mm256_castsi256_ps(even), _mm256_castsi256_ps(odd))
+}
+
 tile_kernels!("avx2,fma,f16c");

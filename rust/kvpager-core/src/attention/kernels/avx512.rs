@@ -127,4 +127,16 @@ unsafe fn load_bf16(at: *const u16) -> V {
     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
 }
 
+/// # Safety
+/// 32 elements at `at` are readable.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn load_pairs(at: *const u16) -> (V, V) {
+    // SAFETY: by the caller's promise.
+    let bits = unsafe { _mm512_loadu_si512(at.cast()) };
+    let even = _mm512_slli_epi32::<16>(bits);
+    let odd = _mm512_and_si512(bits, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+    (_mm512_castsi512_ps(even), _mm512_castsi512_ps(odd))
+}
+
 tile_kernels!("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");

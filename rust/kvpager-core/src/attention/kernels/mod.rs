@@ -29,6 +29,8 @@ pub(super) enum Storage {
     F32,
     F16,
     Bf16,
+    /// The same bytes, read in the order of pairs.
+    Bf16Pairs,
 }
 
 /// One visit of some query rows to at most [`TILE`] keys of one KV head.
@@ -73,11 +75,16 @@ pub(super) struct Tile {
 /// The functions of one instruction set. Each may be called only where the processor has it.
 pub(super) struct Kernels {
     pub(super) name: &'static str,
+    /// Floats of a vector.
+    pub(super) lanes: usize,
     pub(super) attend_f32: unsafe fn(&Tile),
     pub(super) attend_f16: unsafe fn(&Tile),
     pub(super) attend_bf16: unsafe fn(&Tile),
+    pub(super) attend_bf16_pairs: unsafe fn(&Tile),
     /// Decodes `count` elements without gaps: (source, target, count, dtype).
     pub(super) decode_row: unsafe fn(*const u8, *mut f32, usize, super::Dtype),
+    /// Decodes `count` bf16 elements without gaps in the order of pairs: (source, target, count).
+    pub(super) decode_pairs: unsafe fn(*const u8, *mut f32, usize),
 }
 
 impl Kernels {
@@ -86,6 +93,7 @@ impl Kernels {
             Storage::F32 => self.attend_f32,
             Storage::F16 => self.attend_f16,
             Storage::Bf16 => self.attend_bf16,
+            Storage::Bf16Pairs => self.attend_bf16_pairs,
         }
     }
 }

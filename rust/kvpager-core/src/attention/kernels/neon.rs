@@ -95,4 +95,15 @@ unsafe fn load_bf16(at: *const u16) -> V {
     vreinterpretq_f32_u32(vshll_n_u16::<16>(unsafe { vld1_u16(at) }))
 }
 
+/// # Safety
+/// 8 elements at `at` are readable.
+#[inline]
+#[target_feature(enable = "neon")]
+unsafe fn load_pairs(at: *const u16) -> (V, V) {
+    // SAFETY: by the caller's promise.
+    let bits = unsafe { vreinterpretq_u32_u16(vld1q_u16(at)) };
+    let odd = vandq_u32(bits, vdupq_n_u32(0xffff_0000));
+    (vreinterpretq_f32_u32(vshlq_n_u32::<16>(bits)), vreinterpretq_f32_u32(odd))
+}
+
 tile_kernels!("neon");

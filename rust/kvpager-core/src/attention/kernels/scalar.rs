@@ -4,7 +4,7 @@ use crate::attention::dtype::{decode_bf16, decode_f16};
 
 const NAME: &str = "scalar";
 const LANES: usize = 8;
-const VALUE_COLUMNS: usize = 1;
+const VALUE_COLUMNS: usize = 2;
 
 #[derive(Clone, Copy)]
 struct V([f32; LANES]);
@@ -145,6 +145,16 @@ unsafe fn load_f16(at: *const u16) -> V {
 unsafe fn load_bf16(at: *const u16) -> V {
     // SAFETY: by the caller's promise.
     V(unsafe { at.cast::<[u16; LANES]>().read_unaligned() }.map(decode_bf16))
+}
+
+/// # Safety
+/// 16 elements at `at` are readable.
+#[inline(always)]
+unsafe fn load_pairs(at: *const u16) -> (V, V) {
+    // SAFETY: by the caller's promise.
+    let bits = unsafe { at.cast::<[u16; 2 * LANES]>().read_unaligned() };
+    let pick = |odd: usize| V(std::array::from_fn(|i| decode_bf16(bits[2 * i + odd])));
+    (pick(0), pick(1))
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -5,7 +5,12 @@
 //! wins), `round`, `pow2` (2^x of a whole x), `lane_numbers`, `keep_between(v, x, low, high)` (`v` where
 //! `low <= x < high`, else -inf), `zero_below(v, x, low)` (0 where `x < low`), `pick_below(x, limit, a, b)`,
 //! `reduce` (lane i of the result is the sum of vector i), `sum`, `maximum`, `load_f16`, `load_bf16`,
+//! `load_pairs` (the elements with even numbers, and those with odd ones, of `2 * LANES` bf16),
 //! `prefetch`.
+//!
+//! bf16 rows are read in the *order of pairs* where their length allows it: of `2 * LANES` elements first the even
+//! ones (a shift of each 32-bit word), then the odd ones (a mask), half the instructions of widening them in order.
+//! The query is packed in the same order, and outputs are put back into theirs.
 //!
 //! Memory: the scores of one tile (`rows x TILE`), the accumulators in registers in blocks of `R` rows and `C`
 //! vectors. Each row's arithmetic is the same whatever rows share its tile, so results do not depend on how a
@@ -19,6 +24,7 @@ macro_rules! tile_kernels {
         const STORED_F32: u8 = 0;
         const STORED_F16: u8 = 1;
         const STORED_BF16: u8 = 2;
+        const STORED_BF16_PAIRS: u8 = 3;
 
         /// `LANES` elements of a stored row from element `index` on.
         ///
@@ -121,13 +127,27 @@ macro_rules! tile_kernels {
                         }
                     }
                     let mut k = [zero(); T];
+                    let mut odd = [zero(); T];
                     for t in 0..T {
-                        k[t] = load_stored::<KIND>(rows[t], d);
+                        if KIND == STORED_BF16_PAIRS {
+                            (k[t], odd[t]) = load_pairs(rows[t].cast::<u16>().add(d));
+                        } else {
+                            k[t] = load_stored::<KIND>(rows[t], d);
+                        }
                     }
                     for r in 0..R {
                         let q = load(query.add(r * tile.key_dim + d));
                         for t in 0..T {
                             acc[r * T + t] = fma(q, k[t], acc[r * T + t]);
+                        }
+                    }
+                    if KIND == STORED_BF16_PAIRS {
+                        d += LANES;
+                        for r in 0..R {
+                            let q = load(query.add(r * tile.key_dim + d));
+                            for t in 0..T {
+                                acc[r * T + t] = fma(q, odd[t], acc[r * T + t]);
+                            }
                         }
                     }
                     d += LANES;
@@ -260,8 +280,14 @@ macro_rules! tile_kernels {
                     }
                     let value = (*tile.values.add(t)).wrapping_offset(tile.value_offset);
                     let mut v = [zero(); C];
-                    for c in 0..C {
-                        v[c] = load_stored::<KIND>(value, d + c * LANES);
+                    if KIND == STORED_BF16_PAIRS {
+                        for c in (0..C).step_by(2) {
+                            (v[c], v[c + 1]) = load_pairs(value.cast::<u16>().add(d + c * LANES));
+                        }
+                    } else {
+                        for c in 0..C {
+                            v[c] = load_stored::<KIND>(value, d + c * LANES);
+                        }
                     }
                     for r in 0..R {
                         let weight = splat(*tile.scores.add((row + r) * TILE + t));
@@ -293,8 +319,13 @@ macro_rules! tile_kernels {
                     d += C * LANES;
                 }
                 while d < tile.value_dim {
-                    value_block::<KIND, R, 1>(tile, row, d);
-                    d += LANES;
+                    if KIND == STORED_BF16_PAIRS {
+                        value_block::<KIND, R, 2>(tile, row, d);
+                        d += 2 * LANES;
+                    } else {
+                        value_block::<KIND, R, 1>(tile, row, d);
+                        d += LANES;
+                    }
                 }
             }
         }
@@ -373,13 +404,32 @@ macro_rules! tile_kernels {
             }
         }
 
+        /// Decodes `count` bf16 elements without gaps, a multiple of `2 * LANES`, in the order of pairs.
+        ///
+        /// # Safety
+        /// Source and target hold them, and the processor has the target features.
+        #[target_feature(enable = $features)]
+        unsafe fn decode_pairs(source: *const u8, target: *mut f32, count: usize) {
+            // SAFETY: by the caller's promise.
+            unsafe {
+                for at in (0..count).step_by(2 * LANES) {
+                    let (even, odd) = load_pairs(source.cast::<u16>().add(at));
+                    store(target.add(at), even);
+                    store(target.add(at + LANES), odd);
+                }
+            }
+        }
+
         /// This instruction set's table.
         pub(super) static KERNELS: crate::attention::kernels::Kernels = crate::attention::kernels::Kernels {
             name: NAME,
             attend_f32: attend::<STORED_F32>,
             attend_f16: attend::<STORED_F16>,
+            lanes: LANES,
             attend_bf16: attend::<STORED_BF16>,
+            attend_bf16_pairs: attend::<STORED_BF16_PAIRS>,
             decode_row,
+            decode_pairs,
         };
     };
 }
