@@ -3,7 +3,6 @@
 use kvpager_core::attention::{
     Dtype, Int32Matrix, KvScale, Options, PagedAttention, Tensor, ThreadPool, instruction_sets,
 };
-use std::process::Command;
 
 const BLOCK: usize = 16;
 const KV_HEADS: usize = 2;
@@ -76,7 +75,7 @@ impl Batch {
             out: dense(&mut out, [1, self.heads, dim]),
             lse: None,
         };
-        request.run(&ThreadPool::new(threads)).unwrap();
+        request.run(&ThreadPool::new(threads)).expect("the batch is well formed");
         out
     }
 
@@ -126,7 +125,8 @@ fn every_instruction_set_agrees_with_a_plain_loop() {
 #[cfg(all(target_arch = "x86_64", not(debug_assertions)))]
 fn intrinsics_of_the_kernels_are_instructions_not_calls() {
     let name = std::env::current_exe().unwrap();
-    let Ok(output) = Command::new("objdump").args(["-d", "-C", "--no-show-raw-insn"]).arg(name).output()
+    let Ok(output) =
+        std::process::Command::new("objdump").args(["-d", "-C", "--no-show-raw-insn"]).arg(name).output()
     else {
         println!("objdump is not installed: nothing checked");
         return;

@@ -1,11 +1,13 @@
 //! The inner loops, once for each instruction set, chosen at run time.
 //!
-//! `tile.rs` holds the one text of the algorithm as a macro; each instruction set's file supplies vectors of
-//! `LANES` floats and instantiates it with its `#[target_feature]` on every function, since an intrinsic inside
+//! `tile.rs` and `softmax.rs` hold the one text of the algorithm as macros; each instruction set's file supplies vectors of
+//! `LANES` floats and instantiates them with its `#[target_feature]` on every function, since an intrinsic inside
 //! a function without it stays a call.
 
 use std::sync::OnceLock;
 
+#[macro_use]
+mod softmax;
 #[macro_use]
 mod tile;
 
