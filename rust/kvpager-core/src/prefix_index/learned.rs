@@ -11,7 +11,8 @@
 //! from. There are no constants to set per workload; with nothing seen yet every class falls with age in the
 //! same way, which is LRU.
 
-use std::collections::HashMap;
+use hashbrown::HashTable;
+use std::sync::LazyLock;
 
 /// Classes of a continued prefix: turns by lengths.
 const NUM_CHAIN_CLASSES: usize = 16;
@@ -24,7 +25,11 @@ const NUM_BUCKETS: usize = 48;
 /// Records remembered.
 const MAX_RECORDS: usize = 16_384;
 /// Records looked at per finished request, so that no call does the whole estimate.
-const RECORDS_PER_STEP: usize = 512;
+const RECORDS_PER_STEP: usize = 256;
+/// Bits of the filter that tells most prefixes that are no record's end.
+const FILTER_BITS: usize = 1 << 18;
+/// Observations that the assumption for an unseen stream counts for.
+const INITIAL_WEIGHT: f64 = 4.0;
 /// Observations that the estimate over all classes counts for in each class.
 const SHRINKAGE: f64 = 5.0;
 /// Continuations of one end after which it counts as a branching point.
@@ -77,11 +82,70 @@ pub(super) struct Learner {
     records: Vec<Record>,
     /// Slot that the next record overwrites once all are in use.
     next: usize,
-    /// Record of each end, the latest one.
-    by_digest: HashMap<u64, u32>,
+    /// Slot of the latest record of each end. Digests are hashes already.
+    latest: HashTable<u32>,
+    filter: Filter,
     num_requests: u64,
     estimate: Estimate,
     values: Box<[[f32; NUM_BUCKETS]; NUM_CLASSES]>,
+}
+
+/// Which digests may be a record's end.
+struct Filter(Box<[u64]>);
+
+impl Filter {
+    fn new() -> Self {
+        Self(vec![0; FILTER_BITS / 64].into_boxed_slice())
+    }
+
+    fn position(digest: u64) -> (usize, u64) {
+        let bit = digest as usize % FILTER_BITS;
+        (bit / 64, 1 << (bit % 64))
+    }
+
+    fn insert(&mut self, digest: u64) {
+        let (word, mask) = Self::position(digest);
+        self.0[word] |= mask;
+    }
+
+    #[inline]
+    fn may_have(&self, digest: u64) -> bool {
+        let (word, mask) = Self::position(digest);
+        self.0[word] & mask != 0
+    }
+}
+
+/// An estimate in progress, a bounded piece per finished request: first the records are counted, then the
+/// classes get their values one by one.
+struct Estimate {
+    /// Records counted.
+    position: usize,
+    /// Whether all are.
+    is_counted: bool,
+    /// Classes done, once all records are counted.
+    num_classes: usize,
+    /// Continued at an age of that bucket.
+    continued: Box<Histogram>,
+    /// Last seen at an age of that bucket, continued or not.
+    last_seen: Box<Histogram>,
+    /// The filter without the ends that were forgotten.
+    filter: Filter,
+}
+
+impl Estimate {
+    fn new() -> Self {
+        let empty = || Box::new([[0.0; NUM_BUCKETS]; NUM_CLASSES]);
+        let (continued, last_seen) = (empty(), empty());
+        Self { position: 0, is_counted: false, num_classes: 0, continued, last_seen, filter: Filter::new() }
+    }
+
+    /// Hazards of a class, shrunk towards those of all chains together.
+    fn hazards(&self, class: usize) -> [f64; NUM_BUCKETS] {
+        let chains = ..NUM_CHAIN_CLASSES;
+        let together = (sum(&self.continued[chains]), sum(&self.last_seen[chains]));
+        let prior = hazards(&together.0, &together.1, INITIAL_WEIGHT, &initial_hazards());
+        hazards(&self.continued[class], &self.last_seen[class], SHRINKAGE, &prior)
+    }
 }
 
 /// What a block is worth by class and time of release, at one moment.
@@ -94,38 +158,38 @@ impl Values {
     /// The value of a block of this class that was released at `stamp`.
     #[inline]
     pub(super) fn of(&self, class: usize, stamp: u64) -> f32 {
-        self.table[class][bucket_of(self.now.saturating_sub(stamp))]
-    }
-}
-
-/// An estimate in progress: a pass over the records, then over the classes.
-struct Estimate {
-    position: usize,
-    /// Continued at an age of that bucket.
-    continued: Box<Histogram>,
-    /// Last seen at an age of that bucket, continued or not.
-    last_seen: Box<Histogram>,
-}
-
-impl Estimate {
-    fn new() -> Self {
-        let empty = || Box::new([[0.0; NUM_BUCKETS]; NUM_CLASSES]);
-        Self { position: 0, continued: empty(), last_seen: empty() }
+        let age = self.now.saturating_sub(stamp);
+        let (bucket, values) = (bucket_of(age), &self.table[class]);
+        let Some(next) = values.get(bucket + 1) else { return values[bucket] };
+        let share = ((age as f64 - STARTS[bucket]) / width_of(bucket)).clamp(0.0, 1.0);
+        values[bucket] + (next - values[bucket]) * share as f32
     }
 }
 
 impl Learner {
     pub(super) fn new() -> Self {
-        let mut learner = Self {
+        let estimate = Estimate::new();
+        let values = Box::new(std::array::from_fn(|class| values(&estimate.hazards(class))));
+        Self {
             records: Vec::new(),
             next: 0,
-            by_digest: HashMap::new(),
+            latest: HashTable::new(),
+            filter: Filter::new(),
             num_requests: 1,
-            estimate: Estimate::new(),
-            values: Box::new([[0.0; NUM_BUCKETS]; NUM_CLASSES]),
-        };
-        learner.conclude();
-        learner
+            estimate,
+            values,
+        }
+    }
+
+    /// The latest record that ended there.
+    #[inline]
+    fn find(&self, digest: u64) -> Option<usize> {
+        if !self.filter.may_have(digest) {
+            return None;
+        }
+        self.latest
+            .find(digest, |&slot| self.records[slot as usize].digest == digest)
+            .map(|&slot| slot as usize)
     }
 
     /// Finished requests so far: the policy's time.
@@ -144,9 +208,8 @@ impl Learner {
         if let Some(digest) = num_matched.checked_sub(1).and_then(|last| digests.get(last)) {
             history.digest = *digest;
         }
-        let latest = |(depth, digest): (usize, &u64)| {
-            self.by_digest.get(digest).map(|&slot| (depth + 1, self.records[slot as usize]))
-        };
+        let latest =
+            |(depth, digest): (usize, &u64)| self.find(*digest).map(|slot| (depth + 1, self.records[slot]));
         if let Some((depth, record)) = digests.iter().enumerate().rev().find_map(latest) {
             history.predecessor = Some(record.digest);
             if record.num_continued + 1 >= MIN_BRANCHES {
@@ -164,9 +227,8 @@ impl Learner {
         if std::mem::replace(&mut history.is_request, true) {
             return;
         }
-        let slot = history.predecessor.and_then(|digest| self.by_digest.get(&digest).copied());
-        if let Some(slot) = slot {
-            let record = &mut self.records[slot as usize];
+        if let Some(slot) = history.predecessor.and_then(|digest| self.find(digest)) {
+            let record = &mut self.records[slot];
             record.num_continued += 1;
             record.gap.get_or_insert(self.num_requests.saturating_sub(record.time));
         }
@@ -181,9 +243,7 @@ impl Learner {
             self.num_requests += 1;
             return;
         }
-        let known =
-            self.by_digest.get(&history.digest).map(|&slot| self.records[slot as usize].num_continued);
-        let num_continued = known.unwrap_or(0);
+        let num_continued = self.find(history.digest).map_or(0, |slot| self.records[slot].num_continued);
         let class = if num_continued >= MIN_BRANCHES { SHARED_CLASS } else { history.class };
         let (digest, turn, time) = (history.digest, history.turn, self.num_requests);
         self.remember(Record { digest, class, turn, num_continued, time, gap: None });
@@ -192,46 +252,50 @@ impl Learner {
     }
 
     fn remember(&mut self, record: Record) {
-        let slot = self.next;
+        let slot = self.next as u32;
         self.next = (self.next + 1) % MAX_RECORDS;
-        match self.records.get_mut(slot) {
-            None => self.records.push(record),
-            Some(old) => {
-                if self.by_digest.get(&old.digest) == Some(&(slot as u32)) {
-                    self.by_digest.remove(&old.digest);
-                }
-                *old = record;
+        let Self { records, latest, filter, estimate, .. } = self;
+        if let Some(old) = records.get(slot as usize) {
+            if let Ok(entry) = latest.find_entry(old.digest, |&other| other == slot) {
+                entry.remove();
             }
+            records[slot as usize] = record;
+        } else {
+            records.push(record);
         }
-        self.by_digest.insert(record.digest, slot as u32);
+        if let Ok(entry) =
+            latest.find_entry(record.digest, |&other| records[other as usize].digest == record.digest)
+        {
+            entry.remove();
+        }
+        latest.insert_unique(record.digest, slot, |&other| records[other as usize].digest);
+        filter.insert(record.digest);
+        estimate.filter.insert(record.digest);
     }
 
     /// A bounded piece of the next estimate.
     fn step(&mut self) {
-        let Estimate { position, continued, last_seen } = &mut self.estimate;
-        let end = (*position + RECORDS_PER_STEP).min(self.records.len());
-        for record in &self.records[*position..end] {
-            let class = record.class as usize;
-            let age = record.gap.unwrap_or(self.num_requests.saturating_sub(record.time));
-            last_seen[class][bucket_of(age)] += 1.0;
-            if record.gap.is_some() {
-                continued[class][bucket_of(age)] += 1.0;
+        let estimate = &mut self.estimate;
+        if !estimate.is_counted {
+            let end = (estimate.position + RECORDS_PER_STEP).min(self.records.len());
+            for record in &self.records[estimate.position..end] {
+                let class = record.class as usize;
+                let age = record.gap.unwrap_or(self.num_requests.saturating_sub(record.time));
+                estimate.last_seen[class][bucket_of(age)] += 1.0;
+                if record.gap.is_some() {
+                    estimate.continued[class][bucket_of(age)] += 1.0;
+                }
+                estimate.filter.insert(record.digest);
             }
+            estimate.position = end;
+            estimate.is_counted = end == self.records.len();
+            return;
         }
-        *position = end;
-        if end == self.records.len() {
-            self.conclude();
-        }
-    }
-
-    /// Turns the counts into values and begins anew.
-    fn conclude(&mut self) {
-        let Estimate { continued, last_seen, .. } = std::mem::replace(&mut self.estimate, Estimate::new());
-        let chains = ..NUM_CHAIN_CLASSES;
-        let prior = hazards(&sum(&continued[chains]), &sum(&last_seen[chains]), 4.0, &initial_hazards());
-        for class in 0..NUM_CLASSES {
-            let hazards = hazards(&continued[class], &last_seen[class], SHRINKAGE, &prior);
-            self.values[class] = values(&hazards);
+        let class = estimate.num_classes;
+        self.values[class] = values(&estimate.hazards(class));
+        estimate.num_classes += 1;
+        if estimate.num_classes == NUM_CLASSES {
+            self.filter = std::mem::replace(&mut self.estimate, Estimate::new()).filter;
         }
     }
 }
@@ -253,16 +317,26 @@ fn class_of(turn: u16, num_tokens: usize) -> u8 {
     turn * 4 + length
 }
 
+/// The bucket of an age: its octave, and a third of that.
+#[inline]
 fn bucket_of(age: u64) -> usize {
     if age == 0 {
         return 0;
     }
-    (((age as f64).log2() * 3.0) as usize + 1).min(NUM_BUCKETS - 1)
+    let octave = age.ilog2();
+    // 16 bits of the mantissa, against the cube roots of 2 and 4.
+    let mantissa = (u128::from(age) << 16 >> octave) as u32;
+    let third = usize::from(mantissa >= 82_571) + usize::from(mantissa >= 104_033);
+    (octave as usize * 3 + third + 1).min(NUM_BUCKETS - 1)
 }
 
-/// Age at which a bucket begins.
-fn start_of(bucket: usize) -> f64 {
-    if bucket == 0 { 0.0 } else { ((bucket - 1) as f64 / 3.0).exp2() }
+/// Age at which each bucket begins, and the last ends.
+static STARTS: LazyLock<[f64; NUM_BUCKETS + 1]> = LazyLock::new(|| {
+    std::array::from_fn(|bucket| if bucket == 0 { 0.0 } else { ((bucket - 1) as f64 / 3.0).exp2() })
+});
+
+fn width_of(bucket: usize) -> f64 {
+    STARTS[bucket + 1] - STARTS[bucket]
 }
 
 fn sum(histograms: &[[f64; NUM_BUCKETS]]) -> [f64; NUM_BUCKETS] {
@@ -271,7 +345,7 @@ fn sum(histograms: &[[f64; NUM_BUCKETS]]) -> [f64; NUM_BUCKETS] {
 
 /// What is assumed of a stream of which nothing was seen: the same falling rate for everything.
 fn initial_hazards() -> [f64; NUM_BUCKETS] {
-    std::array::from_fn(|b| 0.02 * (start_of(b + 1) - start_of(b)).min(1000.0) / 1000.0)
+    std::array::from_fn(|bucket| 0.02 * width_of(bucket) / (1.0 + STARTS[bucket]))
 }
 
 /// Probability of a continuation within each bucket, given none before, with `weight` observations of `prior`.
@@ -292,18 +366,20 @@ fn hazards(
 
 /// For each age, the best ratio over all horizons of expected reuse to expected time in residence.
 fn values(hazards: &[f64; NUM_BUCKETS]) -> [f32; NUM_BUCKETS] {
-    let last = NUM_BUCKETS - 1;
+    // Both are differences of running sums: what survives, and how long it stayed, up to each bucket's start.
+    let (mut surviving, mut residence) = ([1.0; NUM_BUCKETS], [0.0; NUM_BUCKETS]);
+    for bucket in 1..NUM_BUCKETS {
+        let before = surviving[bucket - 1];
+        surviving[bucket] = before * (1.0 - hazards[bucket - 1]);
+        residence[bucket] = residence[bucket - 1] + width_of(bucket - 1) * (before + surviving[bucket]) / 2.0;
+    }
     let best_from = |age: usize| {
-        let (mut surviving, mut residence, mut best) = (1.0, 0.0, 0.0f64);
-        for (bucket, hazard) in hazards.iter().enumerate().take(last).skip(age) {
-            let next = surviving * (1.0 - hazard);
-            residence += (start_of(bucket + 1) - start_of(bucket)) * (surviving + next) / 2.0;
-            surviving = next;
-            best = best.max((1.0 - surviving) / residence);
-        }
-        best as f32
+        let horizons = surviving[age..].iter().zip(&residence[age..]).skip(1);
+        let ratio = |(left, until): (&f64, &f64)| (surviving[age] - left) / (until - residence[age]);
+        horizons.map(ratio).fold(0.0, f64::max) as f32
     };
     let mut values: [f32; NUM_BUCKETS] = std::array::from_fn(best_from);
+    let last = NUM_BUCKETS - 1;
     values[last] = values[last - 1] / 2.0;
     values
 }
