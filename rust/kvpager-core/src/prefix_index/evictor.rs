@@ -1,38 +1,58 @@
 //! The order of namespaces for eviction: which one has the block that was released longest ago.
 //!
-//! Each namespace keeps its own list (see [`super::order`]); here is only a heap of (stamp of the oldest
-//! node, namespace). The stamp of a namespace's oldest node never falls, so a remembered stamp is a lower
-//! bound: the namespace with the least one is looked at, and either gives blocks or is put back with its
-//! true stamp. A namespace whose list was empty announces itself through a lock-free queue.
+//! Each namespace keeps its own list (see [`super::order`]). Here are the accounts, one *lane* each, with a heap
+//! of (stamp of the oldest node, namespace). The stamp of a namespace's oldest node never falls, so a remembered
+//! stamp is a lower bound: the namespace with the least one is looked at, and either gives blocks or is put back
+//! with its true stamp. A namespace whose list was empty announces itself through a lock-free queue.
 //!
 //! Lock order: evictor, then a namespace's tree, then its order. Nobody who holds a namespace's lock waits
 //! for the evictor.
 
+use super::isolation::Isolation;
 use super::namespace::Namespaces;
 use crate::block_pool::BlockPool;
-use crate::ids::{BlockHandle, NamespaceId};
+use crate::ids::{AccountId, BlockHandle, NamespaceId};
 use crossbeam_queue::SegQueue;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Blocks taken from a namespace under one hold of its locks.
 pub(super) const MAX_PIECE: usize = 64;
 
+/// Whose blocks an eviction may take.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Whose {
+    /// Anybody's: the operator's call.
+    Everyone,
+    /// One account's.
+    Own(AccountId),
+    /// What may go for this account: everything that is not `strict`, of others down to their guarantees
+    /// unless the account is `open`.
+    Shared(AccountId),
+}
+
 /// Finds the next block to evict over all namespaces.
 pub(super) struct Evictor {
-    pub(super) arrivals: SegQueue<NamespaceId>,
-    pub(super) state: Mutex<State>,
+    arrivals: SegQueue<(AccountId, NamespaceId)>,
+    state: Mutex<State>,
+}
+
+/// The namespaces of one account that have something to give.
+#[derive(Default)]
+pub(super) struct Lane {
+    /// (lower bound of the oldest stamp, namespace), least first.
+    heap: BinaryHeap<Reverse<(u64, u32)>>,
+    /// The same namespaces, for policies that do not order them.
+    pub(super) active: Vec<NamespaceId>,
+    isolation: Isolation,
 }
 
 #[derive(Default)]
 pub(super) struct State {
-    /// (lower bound of the oldest stamp, namespace), least first.
-    heap: BinaryHeap<Reverse<(u64, u32)>>,
+    pub(super) lanes: Vec<Lane>,
     /// Buffer of one piece.
     pub(super) taken: Vec<BlockHandle>,
-    /// Namespaces with something to give, for policies that do not order them.
-    pub(super) active: Vec<NamespaceId>,
 }
 
 /// What one look at a namespace gave.
@@ -50,36 +70,119 @@ impl Evictor {
     }
 
     /// Announces a namespace whose list is no longer empty. Never waits.
-    pub(super) fn announce(&self, namespace: NamespaceId) {
-        self.arrivals.push(namespace);
+    pub(super) fn announce(&self, account: AccountId, namespace: NamespaceId) {
+        self.arrivals.push((account, namespace));
     }
 
-    /// Evicts up to `num_blocks` in order of release, over all namespaces; returns how many were evicted.
-    pub(super) fn evict(&self, pool: &BlockPool, namespaces: &Namespaces, num_blocks: usize) -> usize {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        while let Some(namespace) = self.arrivals.pop() {
-            state.heap.push(Reverse((0, namespace.0)));
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn set_isolation(&self, account: AccountId, isolation: Isolation) {
+        self.state().lane(account).isolation = isolation;
+    }
+
+    pub(super) fn isolation(&self, account: AccountId) -> Isolation {
+        self.state().lanes.get(account.0 as usize).map_or_else(Isolation::default, |lane| lane.isolation)
+    }
+
+    /// The state with every announced namespace in its lane.
+    pub(super) fn current(&self) -> MutexGuard<'_, State> {
+        let mut state = self.state();
+        while let Some((account, namespace)) = self.arrivals.pop() {
+            let lane = state.lane(account);
+            lane.heap.push(Reverse((0, namespace.0)));
+            lane.active.push(namespace);
         }
+        state
+    }
+
+    /// Evicts up to `num_blocks` in order of release, over the namespaces of whom it may; returns how many.
+    pub(super) fn evict(
+        &self,
+        pool: &BlockPool,
+        namespaces: &Namespaces,
+        whose: Whose,
+        num_blocks: usize,
+    ) -> usize {
+        let mut state = self.current();
         let mut fenced = Vec::new();
         let mut total = 0;
         while total < num_blocks {
-            let Some(Reverse((_, namespace))) = state.heap.pop() else { break };
-            let bound = state.heap.peek().map_or(u64::MAX, |Reverse((stamp, _))| *stamp);
-            let wanted = (num_blocks - total).min(MAX_PIECE);
+            let Some((lane, allowance)) = state.least_lane(pool, whose) else { break };
+            let Some(Reverse((_, namespace))) = state.lanes[lane].heap.pop() else { break };
+            let bound =
+                state.least_lane(pool, whose).map_or(u64::MAX, |(other, _)| state.lanes[other].bound());
+            let wanted = (num_blocks - total).min(MAX_PIECE).min(allowance);
             let look = state.take(pool, namespaces, NamespaceId(namespace), wanted, bound);
             total += look.num_blocks;
             match look.oldest {
-                Some(stamp) if look.is_fenced => fenced.push(Reverse((stamp, namespace))),
-                Some(stamp) => state.heap.push(Reverse((stamp, namespace))),
+                Some(stamp) if look.is_fenced => fenced.push((lane, Reverse((stamp, namespace)))),
+                Some(stamp) => state.lanes[lane].heap.push(Reverse((stamp, namespace))),
                 None => {}
             }
         }
-        state.heap.extend(fenced);
+        for (lane, entry) in fenced {
+            state.lanes[lane].heap.push(entry);
+        }
         total
     }
 }
 
+impl Lane {
+    /// Lower bound of the oldest stamp.
+    fn bound(&self) -> u64 {
+        self.heap.peek().map_or(u64::MAX, |Reverse((stamp, _))| *stamp)
+    }
+}
+
 impl State {
+    fn lane(&mut self, account: AccountId) -> &mut Lane {
+        let index = account.0 as usize;
+        if self.lanes.len() <= index {
+            self.lanes.resize_with(index + 1, Lane::default);
+        }
+        &mut self.lanes[index]
+    }
+
+    /// How many blocks of a lane may go.
+    pub(super) fn allowance(&self, pool: &BlockPool, whose: Whose, lane: usize) -> usize {
+        let of = |account: AccountId| account.0 as usize;
+        match whose {
+            Whose::Everyone => usize::MAX,
+            Whose::Own(account) => {
+                if lane == of(account) {
+                    usize::MAX
+                } else {
+                    0
+                }
+            }
+            Whose::Shared(_) if self.lanes[lane].isolation == Isolation::Strict => 0,
+            Whose::Shared(account) if lane == of(account) => usize::MAX,
+            Whose::Shared(account) => {
+                let is_open =
+                    self.lanes.get(of(account)).is_some_and(|lane| lane.isolation == Isolation::Open);
+                if is_open && self.lanes[lane].isolation == Isolation::Open {
+                    return usize::MAX;
+                }
+                let beyond = pool
+                    .account_stats(AccountId(lane as u32))
+                    .map_or(0, |stats| (stats.committed + stats.cached).saturating_sub(stats.guaranteed));
+                beyond as usize
+            }
+        }
+    }
+
+    /// The lane with the least bound of those that may give, and how much it may.
+    fn least_lane(&self, pool: &BlockPool, whose: Whose) -> Option<(usize, usize)> {
+        let filled = self.lanes.iter().enumerate().filter(|(_, lane)| !lane.heap.is_empty());
+        let allowed = filled.filter_map(|(index, lane)| {
+            let allowance = self.allowance(pool, whose, index);
+            (allowance > 0).then_some((lane.bound(), index, allowance))
+        });
+        allowed.min().map(|(_, index, allowance)| (index, allowance))
+    }
+
     /// Takes up to `wanted` blocks that were released at `bound` or before.
     fn take(
         &mut self,

@@ -3,7 +3,7 @@
 use super::namespace::Namespace;
 use super::order::Order;
 use super::tree::{ROOT, Tree};
-use super::{Pin, PrefixIndex};
+use super::{Pin, PrefixIndex, lock};
 use crate::error::{Error, Result};
 use crate::ids::BlockHandle;
 use std::sync::Arc;
@@ -54,11 +54,11 @@ impl PrefixIndex {
                 break;
             }
         }
-        if let Some(learned) = &self.learned {
+        if let (Some(learned), Some(learner)) = (&self.learned, &namespace.learner) {
             let indexed = tokens.chunks_exact(block_size).take(done.num_indexed);
             pin.history.digest =
                 indexed.fold(pin.history.digest, |digest, block| learned.hash.chain(digest, block));
-            learned.lock().begin(&mut pin.history);
+            lock(learner).begin(&mut pin.history);
         }
         Ok(done)
     }

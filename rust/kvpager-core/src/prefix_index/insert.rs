@@ -41,6 +41,7 @@ impl PrefixIndex {
 
     /// Allocates, evicting as many cached blocks as are missing.
     fn allocate(&self, account: AccountId, out: &mut [BlockHandle]) -> Result<()> {
+        self.make_room(account, out.len() as u32)?;
         loop {
             match self.pool.allocate(account, out) {
                 Err(Error::NeedsReclaim { needed, free, cached }) => {

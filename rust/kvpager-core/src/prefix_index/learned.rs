@@ -35,9 +35,6 @@ const SHRINKAGE: f64 = 5.0;
 /// Continuations of one end after which it counts as a branching point.
 const MIN_BRANCHES: u32 = 3;
 
-/// Digest of the empty prefix.
-pub(super) const EMPTY: u64 = 0;
-
 /// Where a finished request's prefix ended.
 #[derive(Clone, Copy, Debug)]
 struct Record {
@@ -202,12 +199,10 @@ impl Learner {
         Values { now: self.num_requests, table: self.values.clone() }
     }
 
-    /// Places a prompt: `digests` are those of its whole-block prefixes, shortest first.
-    pub(super) fn look_up(&self, digests: &[u64], num_tokens: usize, num_matched: usize) -> History {
-        let mut history = History { turn: 1, ..History::default() };
-        if let Some(digest) = num_matched.checked_sub(1).and_then(|last| digests.get(last)) {
-            history.digest = *digest;
-        }
+    /// Places a prompt: `digests` are those of its whole-block prefixes, shortest first, `matched` that of what
+    /// was found resident.
+    pub(super) fn look_up(&self, digests: &[u64], num_tokens: usize, matched: u64) -> History {
+        let mut history = History { turn: 1, digest: matched, ..History::default() };
         let latest =
             |(depth, digest): (usize, &u64)| self.find(*digest).map(|slot| (depth + 1, self.records[slot]));
         if let Some((depth, record)) = digests.iter().enumerate().rev().find_map(latest) {
@@ -235,11 +230,11 @@ impl Learner {
     }
 
     /// The request ended at its history's digest.
-    pub(super) fn finish(&mut self, history: &History) {
+    pub(super) fn finish(&mut self, history: &History, num_blocks: u32) {
         if !history.is_request {
             return;
         }
-        if history.digest == EMPTY {
+        if num_blocks == 0 {
             self.num_requests += 1;
             return;
         }
@@ -408,7 +403,7 @@ mod tests {
             let mut history = learner.look_up(&[before, request + 1], num_tokens, 0);
             learner.begin(&mut history);
             history.digest = request + 1;
-            learner.finish(&history);
+            learner.finish(&history, 1);
         }
         let values = learner.values();
         let (short, long) = (class_of(5, 1000) as usize, class_of(1, 10_000) as usize);

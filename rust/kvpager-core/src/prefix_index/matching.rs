@@ -3,7 +3,7 @@
 use super::learned::History;
 use super::namespace::Namespace;
 use super::tree::ROOT;
-use super::{Pin, PrefixIndex};
+use super::{Learned, Pin, PrefixIndex, lock};
 use crate::error::Result;
 use crate::ids::{BlockHandle, NamespaceId};
 use std::sync::Arc;
@@ -60,7 +60,7 @@ impl PrefixIndex {
     /// `InvalidArgument` for an unknown namespace.
     pub fn root(self: &Arc<Self>, namespace: NamespaceId) -> Result<Pin> {
         self.namespaces.get(namespace)?.lock_order().hold(ROOT);
-        let history = self.history(&[], 0);
+        let history = self.history(namespace, &[], 0)?;
         Ok(Pin { index: Arc::clone(self), namespace, node: ROOT, num_blocks: 0, is_own_node: false, history })
     }
 
@@ -86,7 +86,7 @@ impl PrefixIndex {
                 return Err(error);
             }
         };
-        let history = self.history(tokens, num_blocks);
+        let history = self.history(id, tokens, num_blocks)?;
         Ok(Pin {
             index: Arc::clone(self),
             namespace: id,
@@ -143,24 +143,28 @@ impl PrefixIndex {
     }
 
     /// What the `learned` policy makes of a prompt; nothing under another policy.
-    fn history(&self, tokens: &[u32], num_matched: usize) -> History {
-        let Some(learned) = &self.learned else { return History::default() };
+    fn history(&self, id: NamespaceId, tokens: &[u32], num_matched: usize) -> Result<History> {
+        let (Some(learned), Some(learner)) = (&self.learned, &self.namespaces.get(id)?.learner) else {
+            return Ok(History::default());
+        };
         let chain = |digest: &mut u64, block: &[u32]| {
             *digest = learned.hash.chain(*digest, block);
             Some(*digest)
         };
+        let start = Learned::start(id);
         let blocks = tokens.chunks_exact(self.config.block_size as usize);
-        let digests: Vec<u64> = blocks.scan(0, chain).collect();
-        learned.lock().look_up(&digests, tokens.len(), num_matched)
+        let digests: Vec<u64> = blocks.scan(start, chain).collect();
+        let digest = num_matched.checked_sub(1).map_or(start, |last| digests[last]);
+        Ok(lock(learner).look_up(&digests, tokens.len(), digest))
     }
 
     /// Takes a pin away. The last one on a path gives its capacity back.
     pub(super) fn unpin(&self, pin: &Pin) {
         let Ok(namespace) = self.namespaces.get(pin.namespace) else { return };
-        let time = self.learned.as_ref().map(|learned| {
-            let mut learner = learned.lock();
+        let time = namespace.learner.as_deref().map(|learner| {
+            let mut learner = lock(learner);
             let now = learner.now();
-            learner.finish(&pin.history);
+            learner.finish(&pin.history, pin.num_blocks);
             now
         });
         let mut order = namespace.lock_order();
@@ -176,7 +180,7 @@ impl PrefixIndex {
             Err(error) => debug_assert!(false, "what a pin held can be given back: {error}"),
         }
         if !std::mem::replace(&mut order.is_queued, true) {
-            self.evictor.announce(pin.namespace);
+            self.evictor.announce(namespace.account, pin.namespace);
         }
     }
 }

@@ -17,6 +17,7 @@ mod extend;
 mod fingerprint;
 mod insert;
 mod invariants;
+mod isolation;
 mod learned;
 mod matching;
 mod namespace;
@@ -29,17 +30,19 @@ mod value_evictor;
 
 pub use extend::Extended;
 pub use fingerprint::{Adapter, Fingerprint};
+pub use isolation::Isolation;
 pub use pin::Pin;
 pub use scope::ShareScope;
 
-use crate::block_pool::{BlockPool, Reclaim};
+use crate::block_pool::BlockPool;
 use crate::error::{Error, Result};
 use crate::ids::{AccountId, NamespaceId};
 use crate::sync::{AtomicU64, Ordering};
 use child_hash::ChildHash;
-use evictor::Evictor;
+use evictor::{Evictor, Whose};
 use learned::Learner;
 use namespace::Namespaces;
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use token_arena::TokenArena;
 use tree::View;
@@ -91,16 +94,41 @@ pub struct PrefixIndex {
     learned: Option<Learned>,
 }
 
-/// The learner, and the key of its digests.
+/// The learners, and the key of their digests.
 struct Learned {
-    learner: Mutex<Learner>,
+    /// Learns from everybody who is not `strict`.
+    shared: Arc<Mutex<Learner>>,
+    /// Those of `strict` accounts, which learn from their own past only.
+    own: Mutex<HashMap<AccountId, Arc<Mutex<Learner>>>>,
     hash: ChildHash,
 }
 
 impl Learned {
-    fn lock(&self) -> MutexGuard<'_, Learner> {
-        self.learner.lock().unwrap_or_else(PoisonError::into_inner)
+    fn new(block_size: usize) -> Self {
+        let learner = Arc::new(Mutex::new(Learner::new()));
+        Self { shared: learner, own: Mutex::default(), hash: ChildHash::keyed(block_size) }
     }
+
+    /// The learner of an account.
+    fn of(&self, account: AccountId) -> Arc<Mutex<Learner>> {
+        let own = self.own.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(own.get(&account).unwrap_or(&self.shared))
+    }
+
+    /// Gives a `strict` account a learner of its own.
+    fn set_apart(&self, account: AccountId) {
+        let learner = Arc::new(Mutex::new(Learner::new()));
+        self.own.lock().unwrap_or_else(PoisonError::into_inner).insert(account, learner);
+    }
+
+    /// Digest of the empty prefix of a namespace: equal tokens of two namespaces have nothing in common.
+    fn start(namespace: NamespaceId) -> u64 {
+        (u64::from(namespace.0) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    }
+}
+
+fn lock(learner: &Mutex<Learner>) -> MutexGuard<'_, Learner> {
+    learner.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl PrefixIndex {
@@ -128,11 +156,9 @@ impl PrefixIndex {
             return Err(Error::invalid("block_size must be at least 1, is 0"));
         }
         let arena = TokenArena::new(pool.num_blocks(), config.block_size as usize);
-        let learned = (config.eviction == EvictionPolicy::Learned).then(|| Learned {
-            learner: Mutex::new(Learner::new()),
-            hash: ChildHash::keyed(config.block_size as usize),
-        });
-        let namespaces = Namespaces::new(if learned.is_some() { learned::NUM_CLASSES } else { 1 });
+        let is_learned = config.eviction == EvictionPolicy::Learned;
+        let learned = is_learned.then(|| Learned::new(config.block_size as usize));
+        let namespaces = Namespaces::new();
         let (evictor, clock) = (Evictor::new(), AtomicU64::new(1));
         Ok(Arc::new(Self { pool, config, arena, hash, namespaces, evictor, clock, learned }))
     }
@@ -148,7 +174,8 @@ impl PrefixIndex {
         fingerprint: &Fingerprint,
         account: AccountId,
     ) -> Result<NamespaceId> {
-        self.namespaces.intern(scope, fingerprint, account)
+        let learner = self.learned.as_ref().map(|learned| learned.of(account));
+        self.namespaces.intern(scope, fingerprint, account, learner)
     }
 
     /// The settings.
@@ -174,12 +201,16 @@ impl PrefixIndex {
     /// # Complexity
     /// Constant per block, and the logarithm of the number of namespaces per change of namespace.
     pub fn evict(&self, num_blocks: u32) -> u32 {
+        self.evict_of(Whose::Everyone, num_blocks)
+    }
+
+    fn evict_of(&self, whose: Whose, num_blocks: u32) -> u32 {
         let num_blocks = num_blocks as usize;
         let evicted = match &self.learned {
-            None => self.evictor.evict(&self.pool, &self.namespaces, num_blocks),
+            None => self.evictor.evict(&self.pool, &self.namespaces, whose, num_blocks),
             Some(learned) => {
-                let values = learned.lock().values();
-                self.evictor.evict_by_value(&self.pool, &self.namespaces, num_blocks, &values)
+                let values = |account| lock(&learned.of(account)).values();
+                self.evictor.evict_by_value(&self.pool, &self.namespaces, whose, num_blocks, &values)
             }
         };
         evicted as u32
@@ -213,11 +244,5 @@ impl PrefixIndex {
         // Relaxed: pairs with nothing. Stamps order releases; those of one namespace are taken under its
         // order lock, and between namespaces an exact order is promised for one thread only.
         self.clock.fetch_add(1, Ordering::Relaxed)
-    }
-}
-
-impl Reclaim for PrefixIndex {
-    fn reclaim(&self, _account: AccountId, num_blocks: u32) -> u32 {
-        self.evict(num_blocks)
     }
 }

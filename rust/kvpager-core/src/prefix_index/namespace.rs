@@ -2,13 +2,14 @@
 
 use super::encoding::Encoder;
 use super::fingerprint::Fingerprint;
+use super::learned::{Learner, NUM_CLASSES};
 use super::order::Order;
 use super::scope::ShareScope;
 use super::tree::Tree;
 use crate::error::{Error, Result};
 use crate::ids::{AccountId, NamespaceId};
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// The prefixes of one (scope, fingerprint).
 ///
@@ -18,13 +19,16 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuar
 pub(super) struct Namespace {
     /// Who is charged for its held blocks.
     pub(super) account: AccountId,
+    /// What learns from it, under the `learned` policy.
+    pub(super) learner: Option<Arc<Mutex<Learner>>>,
     tree: RwLock<Tree>,
     order: Mutex<Order>,
 }
 
 impl Namespace {
-    fn new(account: AccountId, num_classes: usize) -> Self {
-        Self { account, tree: RwLock::new(Tree::new()), order: Mutex::new(Order::new(num_classes)) }
+    fn new(account: AccountId, learner: Option<Arc<Mutex<Learner>>>) -> Self {
+        let num_classes = if learner.is_some() { NUM_CLASSES } else { 1 };
+        Self { account, learner, tree: RwLock::new(Tree::new()), order: Mutex::new(Order::new(num_classes)) }
     }
 
     // A lock is poisoned only by a panic inside the index, which is a bug that has been reported there;
@@ -52,14 +56,12 @@ type Bucket = Box<[OnceLock<Namespace>]>;
 pub(super) struct Namespaces {
     buckets: [OnceLock<Bucket>; NUM_BUCKETS],
     interned: Mutex<HashMap<Vec<u8>, NamespaceId>>,
-    /// Lists in the order of each.
-    num_classes: usize,
 }
 
 impl Namespaces {
-    pub(super) fn new(num_classes: usize) -> Self {
+    pub(super) fn new() -> Self {
         let buckets = [const { OnceLock::new() }; NUM_BUCKETS];
-        Self { buckets, interned: Mutex::new(HashMap::new()), num_classes }
+        Self { buckets, interned: Mutex::new(HashMap::new()) }
     }
 
     /// The integer of (scope, fingerprint), the same at every call.
@@ -68,6 +70,7 @@ impl Namespaces {
         scope: &ShareScope,
         fingerprint: &Fingerprint,
         account: AccountId,
+        learner: Option<Arc<Mutex<Learner>>>,
     ) -> Result<NamespaceId> {
         let mut encoder = Encoder::new();
         scope.encode(&mut encoder);
@@ -85,7 +88,7 @@ impl Namespaces {
         }
         let id =
             NamespaceId(u32::try_from(interned.len()).map_err(|_| Error::invalid("too many namespaces"))?);
-        self.cell(id).get_or_init(|| Namespace::new(account, self.num_classes));
+        self.cell(id).get_or_init(|| Namespace::new(account, learner));
         interned.insert(identity, id);
         Ok(id)
     }
@@ -112,6 +115,11 @@ impl Namespaces {
             .and_then(OnceLock::get)
             .and_then(|cells| cells[offset].get())
             .ok_or_else(|| Error::invalid(format!("namespace {id} was never interned by this index")))
+    }
+
+    /// Whether one has the property.
+    pub(super) fn any(&self, property: impl Fn(&Namespace) -> bool) -> bool {
+        (0..self.len()).filter_map(|id| self.get(NamespaceId(id)).ok()).any(property)
     }
 
     /// How many there are.

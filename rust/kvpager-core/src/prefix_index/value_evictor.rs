@@ -3,16 +3,15 @@
 //! Inside a class, value first rises and then falls with age, so the least is at one of its ends: the oldest
 //! leaf or the newest. Those two a class are looked at, once per call, and again where something changed.
 
-use super::evictor::{Evictor, MAX_PIECE};
+use super::evictor::{Evictor, MAX_PIECE, State, Whose};
 use super::learned::{NUM_CLASSES, Values};
 use super::namespace::{Namespace, Namespaces};
 use super::order::Order;
 use super::tree::Tree;
 use crate::block_pool::BlockPool;
-use crate::ids::{BlockHandle, NamespaceId};
-use std::sync::PoisonError;
+use crate::ids::{AccountId, BlockHandle, NamespaceId};
 
-/// Namespaces compared per piece; with more of them, the next ones in turn.
+/// Namespaces of an account compared per piece; with more of them, the next ones in turn.
 const MAX_COMPARED: usize = 16;
 /// Nodes looked at from the new end of a class in search of a leaf.
 const MAX_SEARCHED: usize = 16;
@@ -25,68 +24,79 @@ struct Candidate {
 }
 
 impl Evictor {
-    /// Evicts up to `num_blocks`, what is worth least first; returns how many were evicted.
+    /// Evicts up to `num_blocks`, what is worth least first, of whom it may; returns how many were evicted.
     pub(super) fn evict_by_value(
         &self,
         pool: &BlockPool,
         namespaces: &Namespaces,
+        whose: Whose,
         num_blocks: usize,
-        values: &Values,
+        values: &dyn Fn(AccountId) -> Values,
     ) -> usize {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        while let Some(namespace) = self.arrivals.pop() {
-            state.active.push(namespace);
-        }
+        let mut state = self.current();
+        let mut lanes: Vec<(usize, Values)> = (0..state.lanes.len())
+            .filter(|&lane| state.allowance(pool, whose, lane) > 0)
+            .map(|lane| (lane, values(AccountId(lane as u32))))
+            .collect();
         let mut total = 0;
-        let mut num_idle = 0;
-        while total < num_blocks && num_idle < state.active.len() {
-            let compared = state.active.len().min(MAX_COMPARED);
-            let ranked = rank(pool, namespaces, &state.active[..compared], values);
-            let Some(&(_, first)) = ranked.first() else {
-                // None of these has anything to give now: the next ones in turn.
-                num_idle += compared;
-                state.active.rotate_left(compared);
+        while total < num_blocks && !lanes.is_empty() {
+            let mut ranked: Vec<Ranked> = Vec::new();
+            for (place, (lane, values)) in lanes.iter().enumerate() {
+                let active = &state.lanes[*lane].active;
+                let compared = &active[..active.len().min(MAX_COMPARED)];
+                rank(pool, namespaces, compared, values, place, &mut ranked);
+            }
+            ranked.sort_by(|a, b| a.value.total_cmp(&b.value));
+            let Some(first) = ranked.first() else { break };
+            let bound = ranked.get(1).map_or(f32::INFINITY, |second| second.value);
+            let (lane, values) = &lanes[first.lane];
+            let allowance = state.allowance(pool, whose, *lane);
+            if allowance == 0 {
+                lanes.remove(first.lane);
                 continue;
-            };
-            let bound = ranked.get(1).map_or(f32::INFINITY, |(value, _)| *value);
-            let wanted = (num_blocks - total).min(MAX_PIECE);
-            state.taken.clear();
-            let Ok(namespace) = namespaces.get(first) else { break };
-            let is_left = take(pool, namespace, wanted, bound, values, &mut state.taken);
-            total += state.taken.len();
-            num_idle = 0;
-            let compared = if is_left {
-                compared
-            } else {
-                state.active.retain(|id| *id != first);
-                compared - 1
-            };
-            if state.active.len() > compared {
-                state.active.rotate_left(compared);
+            }
+            let wanted = (num_blocks - total).min(MAX_PIECE).min(allowance);
+            let Ok(namespace) = namespaces.get(first.namespace) else { break };
+            let State { lanes: all, taken } = &mut *state;
+            taken.clear();
+            let is_left = take(pool, namespace, wanted, bound, values, taken);
+            total += taken.len();
+            let active = &mut all[*lane].active;
+            if !is_left {
+                active.retain(|id| *id != first.namespace);
+            } else if active.len() > MAX_COMPARED {
+                active.rotate_left(MAX_COMPARED);
             }
         }
         total
     }
 }
 
-/// (least value, namespace) of those that have something to give, least first.
+/// The least value in a namespace, and its lane's place among those looked at.
+struct Ranked {
+    value: f32,
+    namespace: NamespaceId,
+    lane: usize,
+}
+
+/// Adds those namespaces that have something to give.
 fn rank(
     pool: &BlockPool,
     namespaces: &Namespaces,
     ids: &[NamespaceId],
     values: &Values,
-) -> Vec<(f32, NamespaceId)> {
-    let least = |&id: &NamespaceId| {
-        let namespace = namespaces.get(id).ok()?;
+    lane: usize,
+    ranked: &mut Vec<Ranked>,
+) {
+    for &id in ids {
+        let Ok(namespace) = namespaces.get(id) else { continue };
         let tree = namespace.read_tree();
         let mut order = namespace.lock_order();
         let candidates =
             (0..NUM_CLASSES).filter_map(|class| candidate(pool, &tree, &mut order, class, values));
-        candidates.map(|found| found.value).min_by(f32::total_cmp).map(|value| (value, id))
-    };
-    let mut ranked: Vec<(f32, NamespaceId)> = ids.iter().filter_map(least).collect();
-    ranked.sort_by(|a, b| a.0.total_cmp(&b.0));
-    ranked
+        let least = candidates.map(|found| found.value).min_by(f32::total_cmp);
+        ranked.extend(least.map(|value| Ranked { value, namespace: id, lane }));
+    }
 }
 
 /// Takes up to `wanted` blocks worth at most `bound` from a namespace; returns whether it has anything left.
