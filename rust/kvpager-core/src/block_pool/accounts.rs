@@ -1,15 +1,16 @@
 //! Capacity: what every account has committed, under its limit, its guarantee and the pool's size.
 //!
-//! An account's first `guaranteed` blocks are set aside for it. What it commits beyond them comes from the shared
-//! counter, which starts at the capacity less all guarantees. The shared counter is always lowered *before* the
-//! account's use is raised and raised *after* it is lowered, so `shared <= capacity - guarantees - sum of what is
-//! beyond them` at every moment and nothing is ever over-committed.
+//! An account's *footprint* is `max(guaranteed, used)`: its guarantee is set aside for it, and what it commits
+//! beyond comes from the shared counter, which holds the capacity less all footprints. The shared counter is
+//! always lowered *before* a footprint grows and raised *after* it shrank, so the footprints never add up to more
+//! than the capacity, and a borrower cannot take what another is promised.
 
+use super::faults;
+use super::permits::{PermitCounter, Permits};
 use crate::error::{Error, Result};
 use crate::ids::AccountId;
-use crate::sync::{AtomicI64, AtomicU32, AtomicU64, Ordering};
+use crate::sync::{AtomicI64, AtomicU32, AtomicU64, Mutex, Ordering, lock};
 use crossbeam_utils::CachePadded;
-use std::sync::{Mutex, PoisonError};
 
 /// What an account may have committed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,17 +37,20 @@ impl Use {
         Self { used: (word >> 32) as u32, guaranteed: word as u32 }
     }
 
-    /// Blocks that come from the shared counter.
-    const fn beyond(self) -> i64 {
-        self.used.saturating_sub(self.guaranteed) as i64
+    const fn footprint<const FAULT: u8>(self) -> u32 {
+        if FAULT == faults::LEND_GUARANTEES || self.used > self.guaranteed {
+            self.used
+        } else {
+            self.guaranteed
+        }
     }
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Account {
     word: AtomicU64,
     limit: AtomicU32,
-    /// Of what is used: promised, not yet turned into blocks.
+    /// Of what is used: promised, not yet turned into blocks. Reservations with a lane keep their share there.
     pub(super) reserved: AtomicI64,
     /// Of what is used: released, waiting for a step to close.
     pub(super) quarantined: AtomicI64,
@@ -54,12 +58,29 @@ pub(super) struct Account {
     pub(super) cached: AtomicI64,
 }
 
+impl Account {
+    const fn empty() -> Use {
+        Use { used: 0, guaranteed: 0 }
+    }
+
+    fn new() -> Self {
+        Self {
+            word: AtomicU64::new(Self::empty().pack()),
+            limit: AtomicU32::new(0),
+            reserved: AtomicI64::new(0),
+            quarantined: AtomicI64::new(0),
+            cached: AtomicI64::new(0),
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct Accounts {
     accounts: Box<[CachePadded<Account>]>,
     num_accounts: AtomicU32,
-    shared: CachePadded<AtomicI64>,
-    capacity: u32,
+    pub(super) permits: PermitCounter,
+    /// In the index and not held, of all accounts. Changed by the index only.
+    pub(super) cached: CachePadded<AtomicI64>,
     /// One change of quotas at a time.
     changing: Mutex<()>,
 }
@@ -67,10 +88,10 @@ pub(super) struct Accounts {
 impl Accounts {
     pub(super) fn new(capacity: u32, max_accounts: u32) -> Self {
         Self {
-            accounts: (0..max_accounts).map(|_| CachePadded::default()).collect(),
+            accounts: (0..max_accounts).map(|_| CachePadded::new(Account::new())).collect(),
             num_accounts: AtomicU32::new(0),
-            shared: CachePadded::new(AtomicI64::new(i64::from(capacity))),
-            capacity,
+            permits: PermitCounter::new(capacity),
+            cached: CachePadded::new(AtomicI64::new(0)),
             changing: Mutex::new(()),
         }
     }
@@ -83,32 +104,42 @@ impl Accounts {
     pub(super) fn get(&self, account: AccountId) -> Result<&Account> {
         match self.accounts.get(account.0 as usize) {
             Some(found) if account.0 < self.len() => Ok(found),
-            _ => {
-                Err(Error::invalid(format!("account {account} does not exist; the pool has {}", self.len())))
-            }
+            _ => Err(self.unknown(account)),
         }
     }
 
+    #[cold]
+    fn unknown(&self, account: AccountId) -> Error {
+        Error::invalid(format!("account {account} does not exist; the pool has {}", self.len()))
+    }
+
+    /// The account of a block, which was there when the block was handed out.
+    pub(super) fn of_block(&self, account: AccountId) -> &Account {
+        &self.accounts[account.0 as usize]
+    }
+
     fn check(&self, quota: Quota) -> Result<()> {
-        if quota.limit == 0 || quota.guaranteed > quota.limit || quota.limit > self.capacity {
+        let capacity = self.permits.capacity();
+        if quota.limit == 0 || quota.guaranteed > quota.limit || quota.limit > capacity {
             return Err(Error::invalid(format!(
-                "quota of {} guaranteed and at most {} blocks: the limit must be 1 to {} and no less than the guarantee",
-                quota.guaranteed, quota.limit, self.capacity
+                "quota of {} guaranteed and at most {} blocks: the limit must be 1 to {capacity} and no less than \
+                 the guarantee",
+                quota.guaranteed, quota.limit
             )));
         }
         Ok(())
     }
 
-    pub(super) fn add(&self, quota: Quota) -> Result<AccountId> {
+    pub(super) fn add<const FAULT: u8>(&self, quota: Quota) -> Result<AccountId> {
         self.check(quota)?;
-        let _guard = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = lock(&self.changing);
         let id = self.len();
         if id as usize == self.accounts.len() {
             return Err(Error::invalid(format!("the pool has all of its {id} accounts")));
         }
-        self.take_shared(i64::from(quota.guaranteed)).map_err(|left| lent_out(quota.guaranteed, left))?;
         let account = &self.accounts[id as usize];
-        account.word.store(Use { used: 0, guaranteed: quota.guaranteed }.pack(), Ordering::Relaxed);
+        self.guarantee::<FAULT>(account, quota.guaranteed)?;
+        // Relaxed: published by the Release below, which pairs with `len`.
         account.limit.store(quota.limit, Ordering::Relaxed);
         self.num_accounts.store(id + 1, Ordering::Release);
         Ok(AccountId(id))
@@ -116,68 +147,85 @@ impl Accounts {
 
     pub(super) fn quota(&self, account: AccountId) -> Result<Quota> {
         let account = self.get(account)?;
+        // Relaxed: while a quota changes, either half may be the old one.
         let guaranteed = Use::unpack(account.word.load(Ordering::Relaxed)).guaranteed;
         Ok(Quota { guaranteed, limit: account.limit.load(Ordering::Relaxed) })
     }
 
     /// Changes a quota while blocks move. A limit below what is used takes effect as blocks are released; a
     /// guarantee that is lent out cannot be raised.
-    pub(super) fn set_quota(&self, account: AccountId, quota: Quota) -> Result<()> {
+    pub(super) fn set_quota<const FAULT: u8>(&self, account: AccountId, quota: Quota) -> Result<()> {
         self.check(quota)?;
-        let _guard = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = lock(&self.changing);
         let account = self.get(account)?;
+        self.guarantee::<FAULT>(account, quota.guaranteed)?;
+        // Relaxed: a limit guards no memory.
+        account.limit.store(quota.limit, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn guarantee<const FAULT: u8>(&self, account: &Account, guaranteed: u32) -> Result<()> {
         let mut word = account.word.load(Ordering::Relaxed);
         loop {
             let old = Use::unpack(word);
-            let new = Use { used: old.used, guaranteed: quota.guaranteed };
-            let cost = i64::from(new.guaranteed) - i64::from(old.guaranteed) + new.beyond() - old.beyond();
-            self.take_shared(cost.max(0))
-                .map_err(|left| lent_out(quota.guaranteed - old.guaranteed, left))?;
-            // AcqRel: as in `take`.
+            let new = Use { guaranteed, ..old };
+            let (before, after) = (old.footprint::<FAULT>(), new.footprint::<FAULT>());
+            let cost = Permits { free: 0, shared: after.saturating_sub(before) };
+            self.permits.take(cost, 0, &self.cached).map_err(|_| {
+                Error::invalid(format!(
+                    "a guarantee of {guaranteed} blocks cannot be given: it takes {} more, and {} are neither \
+                     guaranteed nor lent out",
+                    cost.shared,
+                    self.permits.load().shared
+                ))
+            })?;
+            if FAULT == faults::TORN_QUOTA {
+                account.word.store(new.pack(), Ordering::Relaxed);
+                self.permits.give(Permits { free: 0, shared: before.saturating_sub(after) });
+                return Ok(());
+            }
+            // AcqRel: as in `take`. A failure means that the account took or gave meanwhile; the cost is worked
+            // out again.
             match account.word.compare_exchange(word, new.pack(), Ordering::AcqRel, Ordering::Relaxed) {
                 Ok(_) => {
-                    self.give_shared((-cost).max(0));
-                    account.limit.store(quota.limit, Ordering::Relaxed);
+                    self.permits.give(Permits { free: 0, shared: before.saturating_sub(after) });
                     return Ok(());
                 }
                 Err(now) => {
-                    self.give_shared(cost.max(0));
+                    self.permits.give(cost);
                     word = now;
                 }
             }
         }
     }
 
-    /// Commits `count` blocks to an account, all or none.
-    pub(super) fn take(&self, id: AccountId, count: u32) -> Result<()> {
+    /// Commits `count` blocks to an account and takes `free` free permits, all or none.
+    pub(super) fn take<const FAULT: u8>(&self, id: AccountId, count: u32, free: u32) -> Result<()> {
         let account = self.get(id)?;
         let limit = account.limit.load(Ordering::Relaxed);
         let mut word = account.word.load(Ordering::Relaxed);
-        let mut held = 0;
+        let mut taken = Permits { free: 0, shared: 0 };
         loop {
             let old = Use::unpack(word);
             let Some(used) = old.used.checked_add(count).filter(|used| *used <= limit) else {
-                self.give_shared(held);
-                return Err(Error::OverQuota {
-                    account: id,
-                    needed: u64::from(count),
-                    available: u64::from(limit.saturating_sub(old.used)),
-                    limit: u64::from(limit),
-                });
+                self.permits.give(taken);
+                return Err(over_quota(id, count, old.used, limit));
             };
             let new = Use { used, ..old };
-            let cost = new.beyond() - old.beyond();
-            if let Err(left) = self.take_shared(cost - held) {
-                self.give_shared(held);
-                return Err(Error::OutOfBlocks {
-                    needed: u64::from(count),
-                    available: left.max(0) as u64 + u64::from(old.guaranteed.saturating_sub(old.used)),
-                    capacity: u64::from(self.capacity),
-                });
+            let shared = new.footprint::<FAULT>() - old.footprint::<FAULT>();
+            let more = Permits { free: free - taken.free, shared: shared.saturating_sub(taken.shared) };
+            let in_account = u64::from(count - shared);
+            if let Err(error) = self.permits.take(more, in_account, &self.cached) {
+                self.permits.give(taken);
+                if FAULT == faults::KEEP_CAPACITY {
+                    account.word.store(new.pack(), Ordering::Relaxed);
+                }
+                return Err(error);
             }
-            held = cost;
-            // Acquire pairs with the Release of `give`: who gave this capacity has published its bits. Release:
-            // the shared counter was lowered before.
+            self.permits.give(Permits { free: 0, shared: taken.shared.saturating_sub(shared) });
+            taken = Permits { free, shared };
+            // AcqRel pairs with itself in `give` and `guarantee`: whoever sees the use sees the shared counter
+            // lowered. A failure means that the same account took or gave meanwhile; the cost is worked out again.
             match account.word.compare_exchange_weak(word, new.pack(), Ordering::AcqRel, Ordering::Relaxed) {
                 Ok(_) => return Ok(()),
                 Err(now) => word = now,
@@ -185,37 +233,35 @@ impl Accounts {
         }
     }
 
-    /// Gives `count` committed blocks of an account back. The caller owns them.
-    pub(super) fn give(&self, id: AccountId, count: u32) {
-        let account = &self.accounts[id.0 as usize];
+    /// Gives `count` committed blocks of an account back, and `free` permits for blocks that are published.
+    ///
+    /// Free permits come before the account's own capacity, so that its next allocation does not find capacity
+    /// without a block; shared capacity comes after it, so that footprints never add up to too much. Where all of
+    /// it is shared, both are one addition.
+    pub(super) fn give<const FAULT: u8>(&self, id: AccountId, count: u32, mut free: u32) -> Result<()> {
+        let account = self.of_block(id);
         let mut word = account.word.load(Ordering::Relaxed);
         loop {
             let old = Use::unpack(word);
-            debug_assert!(old.used >= count, "account {id} gives {count} of {}", old.used);
-            let new = Use { used: old.used.saturating_sub(count), ..old };
+            let Some(used) = old.used.checked_sub(count) else {
+                return Err(Error::invalid(format!(
+                    "account {id} gives {count} of {} blocks back",
+                    old.used
+                )));
+            };
+            let new = Use { used, ..old };
+            let shared = old.footprint::<FAULT>() - new.footprint::<FAULT>();
+            if free > 0 && shared < count {
+                self.permits.give(Permits { free: std::mem::take(&mut free), shared: 0 });
+            }
             // AcqRel: as in `take`.
             match account.word.compare_exchange_weak(word, new.pack(), Ordering::AcqRel, Ordering::Relaxed) {
-                Ok(_) => return self.give_shared(old.beyond() - new.beyond()),
+                Ok(_) => {
+                    self.permits.give(Permits { free, shared });
+                    return Ok(());
+                }
                 Err(now) => word = now,
             }
-        }
-    }
-
-    /// Takes from the shared counter; a negative count gives. `Err` has what is left.
-    fn take_shared(&self, count: i64) -> std::result::Result<(), i64> {
-        if count <= 0 {
-            self.give_shared(-count);
-            return Ok(());
-        }
-        // AcqRel: pairs with itself, takes and gives form one order.
-        self.shared
-            .fetch_update(Ordering::AcqRel, Ordering::Relaxed, |left| (left >= count).then_some(left - count))
-            .map(|_| ())
-    }
-
-    fn give_shared(&self, count: i64) {
-        if count > 0 {
-            self.shared.fetch_add(count, Ordering::AcqRel);
         }
     }
 
@@ -227,21 +273,20 @@ impl Accounts {
         for other in self.ids().filter(|other| *other != id) {
             others += self.quota(other)?.guaranteed;
         }
-        Ok(own.limit.min(self.capacity.saturating_sub(others)))
+        Ok(own.limit.min(self.permits.capacity().saturating_sub(others)))
     }
 
-    /// Blocks that an account could commit now; of its own moment while others work.
-    pub(super) fn available(&self, id: AccountId) -> Result<u64> {
-        let account = self.get(id)?;
-        let limit = account.limit.load(Ordering::Relaxed);
-        let Use { used, guaranteed } = Use::unpack(account.word.load(Ordering::Relaxed));
-        let shared = self.shared.load(Ordering::Relaxed).max(0) as u64;
-        let own = u64::from(guaranteed.saturating_sub(used));
-        Ok(u64::from(limit.saturating_sub(used)).min(own + shared))
+    /// Blocks that an account could commit now.
+    pub(super) fn available(&self, account: AccountId) -> Result<u64> {
+        let account = self.get(account)?;
+        let now = Use::unpack(account.word.load(Ordering::Relaxed));
+        let limit = account.limit.load(Ordering::Relaxed).saturating_sub(now.used);
+        let own = now.guaranteed.saturating_sub(now.used);
+        Ok(u64::from(limit).min(u64::from(own) + u64::from(self.permits.load().shared)))
     }
 
     pub(super) fn used(&self, account: AccountId) -> u64 {
-        u64::from(Use::unpack(self.accounts[account.0 as usize].word.load(Ordering::Relaxed)).used)
+        u64::from(Use::unpack(self.of_block(account).word.load(Ordering::Relaxed)).used)
     }
 
     pub(super) fn ids(&self) -> impl Iterator<Item = AccountId> {
@@ -250,21 +295,23 @@ impl Accounts {
 
     /// Exact when nothing moves.
     pub(super) fn check_invariants(&self) -> std::result::Result<(), String> {
-        let uses = self.accounts[..self.len() as usize].iter();
-        let taken: i64 = uses
-            .map(|account| Use::unpack(account.word.load(Ordering::Relaxed)))
-            .map(|of| i64::from(of.guaranteed) + of.beyond())
-            .sum();
-        let shared = self.shared.load(Ordering::Relaxed);
-        if taken + shared != i64::from(self.capacity) {
-            return Err(format!("{taken} taken and {shared} shared make not {}", self.capacity));
+        let words = self.ids().map(|id| self.of_block(id).word.load(Ordering::Relaxed));
+        let footprints: u64 =
+            words.map(|word| u64::from(Use::unpack(word).footprint::<{ faults::NONE }>())).sum();
+        let (shared, capacity) = (self.permits.load().shared, self.permits.capacity());
+        if footprints + u64::from(shared) != u64::from(capacity) {
+            return Err(format!("footprints of {footprints} and {shared} shared make not {capacity}"));
         }
         Ok(())
     }
 }
 
-fn lent_out(needed: u32, left: i64) -> Error {
-    Error::invalid(format!(
-        "a guarantee of {needed} more blocks cannot be given: {left} are neither guaranteed nor lent out"
-    ))
+#[cold]
+fn over_quota(account: AccountId, count: u32, used: u32, limit: u32) -> Error {
+    Error::OverQuota {
+        account,
+        needed: u64::from(count),
+        available: u64::from(limit.saturating_sub(used)),
+        limit: u64::from(limit),
+    }
 }

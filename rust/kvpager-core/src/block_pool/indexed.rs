@@ -1,28 +1,25 @@
 //! The index's side of the pool: blocks that belong to it, and the capacity of those that are held by pins.
 
+use super::groups::place;
+use super::permits::Permits;
 use super::state::{Kind, State};
-use super::{BlockPool, FreeRun, StepEpoch};
-use crate::error::{Error, HandleFault, Result};
+use super::{BlockPool, StepEpoch, faults};
+use crate::error::{Error, Result};
 use crate::ids::{AccountId, BlockHandle};
 use crate::sync::Ordering;
 
-impl BlockPool {
+impl<const FAULT: u8> BlockPool<FAULT> {
     /// Hands exclusively held blocks to the index. They stay committed: their node is pinned.
     ///
     /// # Errors
     /// [`Error::InvalidHandle`] for a block that is not held by exactly one reference; nothing has changed then.
     pub fn index_blocks(&self, blocks: &[BlockHandle]) -> Result<()> {
-        for (i, &block) in blocks.iter().enumerate() {
-            let indexed = self.change(block, |state| match state.expect(block, Kind::Held)? {
-                state if state.references == 1 => Ok(State { kind: Kind::Indexed, references: 0, ..state }),
-                state => Err(state.fault(block, HandleFault::WrongState)),
-            });
-            if let Err(error) = indexed {
-                for &block in &blocks[..i] {
-                    self.change(block, |state| Ok(State { kind: Kind::Held, references: 1, ..state }))?;
-                }
-                return Err(error);
-            }
+        self.detach(blocks, None)?;
+        for block in blocks {
+            let cell = &self.states[block.id().0 as usize];
+            // Relaxed load: the block is this call's alone. Release as in `claim`.
+            let state = State::unpack(cell.load(Ordering::Relaxed));
+            cell.store(State { kind: Kind::Indexed, references: 0, ..state }.pack(), Ordering::Release);
         }
         Ok(())
     }
@@ -32,9 +29,9 @@ impl BlockPool {
     /// # Errors
     /// [`Error::OutOfBlocks`] or [`Error::OverQuota`]; nothing has changed then.
     pub fn hold_cached(&self, account: AccountId, num_blocks: u32) -> Result<()> {
-        self.accounts.take(account, num_blocks)?;
-        self.accounts.get(account)?.cached.fetch_sub(i64::from(num_blocks), Ordering::Relaxed);
-        self.note_held(i64::from(num_blocks));
+        self.accounts.take::<FAULT>(account, num_blocks, 0)?;
+        self.count_cached(account, -i64::from(num_blocks));
+        self.note_peak();
         Ok(())
     }
 
@@ -43,18 +40,27 @@ impl BlockPool {
     /// [`BlockPool::epoch_closed`] of the returned epoch.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an unknown account.
+    /// [`Error::InvalidArgument`] for an unknown account, or more than the account has committed.
     pub fn unhold_cached(&self, account: AccountId, num_blocks: u32) -> Result<Option<StepEpoch>> {
-        let of = self.accounts.get(account)?;
-        self.held.fetch_sub(i64::from(num_blocks), Ordering::Relaxed);
-        of.quarantined.fetch_add(i64::from(num_blocks), Ordering::Relaxed);
+        self.accounts.get(account)?;
+        let committed = self.accounts.used(account);
+        if committed < u64::from(num_blocks) {
+            return Err(Error::invalid(format!(
+                "account {account} gives the capacity of {num_blocks} pinned blocks back and has {committed}"
+            )));
+        }
+        let counted = Some((account, i64::from(num_blocks)));
+        self.note_quarantined(counted);
         let epoch = self.epochs.newest_open();
         match epoch {
             None => self.settle_unheld(account, num_blocks),
             Some(epoch) => {
-                self.epochs.push_unheld(epoch, account, num_blocks);
-                if self.epochs.is_closed(epoch) {
-                    self.drain_number(epoch);
+                let at_once = self.epochs.push_unheld(epoch, account, num_blocks);
+                if at_once > 0 {
+                    self.settle_unheld(account, at_once);
+                }
+                if self.epochs.is_closed(epoch) && FAULT != faults::LOSE_LATE_PUSH {
+                    self.drain(epoch);
                 }
             }
         }
@@ -63,11 +69,16 @@ impl BlockPool {
 
     /// The capacity of indexed blocks that waited in quarantine comes back.
     pub(super) fn settle_unheld(&self, account: AccountId, num_blocks: u32) {
-        if let Ok(of) = self.accounts.get(account) {
-            of.cached.fetch_add(i64::from(num_blocks), Ordering::Relaxed);
-            of.quarantined.fetch_sub(i64::from(num_blocks), Ordering::Relaxed);
-        }
-        self.accounts.give(account, num_blocks);
+        self.count_cached(account, i64::from(num_blocks));
+        self.note_quarantined(Some((account, -i64::from(num_blocks))));
+        let given = self.accounts.give::<FAULT>(account, num_blocks, 0);
+        debug_assert!(given.is_ok() || FAULT != faults::NONE, "{given:?}");
+    }
+
+    fn count_cached(&self, account: AccountId, change: i64) {
+        // Relaxed: statistics.
+        self.accounts.of_block(account).cached.fetch_add(change, Ordering::Relaxed);
+        self.accounts.cached.fetch_add(change, Ordering::Relaxed);
     }
 
     /// Gives up exclusively held copies and holds `num_cached` indexed blocks of the same content instead. The
@@ -77,32 +88,17 @@ impl BlockPool {
     /// [`Error::WrongState`] while a step is open, which may read the copies; [`Error::InvalidArgument`] for more
     /// than is given up; [`Error::InvalidHandle`] as for `release`, or for blocks of another account.
     pub fn trade_held(&self, account: AccountId, own: &[BlockHandle], num_cached: u32) -> Result<()> {
-        if let Some(epoch) = self.epochs.newest_open() {
-            return Err(Error::WrongState(format!(
-                "copies cannot be given up while a step is open (epoch {})",
-                epoch.number()
-            )));
-        }
+        self.accounts.get(account)?;
+        self.refuse_open_step("traded")?;
         if num_cached as usize > own.len() {
             return Err(Error::invalid(format!("{num_cached} blocks to hold for {} given up", own.len())));
         }
-        for &block in own {
-            let state = self.load(block)?.expect(block, Kind::Held)?;
-            if state.references != 1 || state.account != account {
-                return Err(state.fault(block, HandleFault::WrongState));
-            }
-        }
-        self.drop_references(own)?;
-        let mut run = FreeRun::new(self);
-        run.keep = num_cached;
-        for &block in own {
-            if let Some(account) = self.finish_leaving(block) {
-                run.push(account, block.id(), 0);
-            }
-        }
-        run.finish();
-        self.accounts.get(account)?.cached.fetch_sub(i64::from(num_cached), Ordering::Relaxed);
-        self.note_held(i64::from(num_cached));
+        self.detach(own, Some(account))?;
+        self.free_detached(own, |_, count| self.accounts.permits.give(Permits { free: count, shared: 0 }));
+        let given = self.accounts.give::<FAULT>(account, own.len() as u32 - num_cached, 0);
+        debug_assert!(given.is_ok() || FAULT != faults::NONE, "{given:?}");
+        self.count_cached(account, -i64::from(num_cached));
+        self.note_peak();
         Ok(())
     }
 
@@ -112,24 +108,38 @@ impl BlockPool {
     /// [`Error::InvalidHandle`] for a block that is not the index's; nothing has changed then.
     pub fn evict(&self, blocks: &[BlockHandle]) -> Result<()> {
         for (i, &block) in blocks.iter().enumerate() {
-            let leaving = self.change(block, |state| {
-                Ok(State { kind: Kind::Leaving, ..state.expect(block, Kind::Indexed)? })
-            });
-            if let Err(error) = leaving {
+            if let Err(error) = self.begin_eviction(block) {
                 for &block in &blocks[..i] {
-                    self.change(block, |state| Ok(State { kind: Kind::Indexed, ..state }))?;
+                    // Relaxed load: the block is this call's alone. Release as in `claim`.
+                    let cell = &self.states[block.id().0 as usize];
+                    let state = State::unpack(cell.load(Ordering::Relaxed));
+                    cell.store(State { kind: Kind::Indexed, ..state }.pack(), Ordering::Release);
                 }
                 return Err(error);
             }
         }
-        let mut run = FreeRun::new(self);
-        run.uncommitted = true;
-        for &block in blocks {
-            if let Some(account) = self.finish_leaving(block) {
-                run.push(account, block.id(), 0);
+        self.free_detached(blocks, |account, count| {
+            self.count_cached(account, -i64::from(count));
+            self.accounts.permits.give(Permits { free: count, shared: 0 });
+        });
+        Ok(())
+    }
+
+    /// Makes an indexed block this call's alone: of two evictions of one block, one fails here.
+    fn begin_eviction(&self, block: BlockHandle) -> Result<()> {
+        let (group, bit) = place(self.checked_id(block)?);
+        let evicting = |state: State| match state.kind {
+            Kind::Indexed => Ok(State { kind: Kind::Dropped, ..state }),
+            _ => Err(state.fault(block)),
+        };
+        if FAULT == faults::BLIND_EVICT {
+            let state = self.state(block.id().0);
+            if state.generation != block.generation() || self.groups.load(group).off() & bit == 0 {
+                return Err(state.fault(block));
             }
+            return Ok(());
         }
-        run.finish();
+        self.exchange(block, evicting)?;
         Ok(())
     }
 }

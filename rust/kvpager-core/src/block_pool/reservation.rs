@@ -1,24 +1,40 @@
 //! Capacity that is promised and not yet turned into blocks.
 
-use super::BlockPool;
+use super::lanes::{Counts, User};
+use super::permits::Permits;
+use super::{BlockPool, faults};
 use crate::error::{Error, Result};
 use crate::ids::{AccountId, BlockHandle};
+use crate::sync::Ordering;
 use std::sync::Arc;
 
 /// A promise of blocks. Drawing on it cannot fail for want of capacity; at most, cached blocks have to be
 /// evicted first. What is left goes back when it is dropped.
 #[derive(Debug)]
-pub struct Reservation {
-    pool: Arc<BlockPool>,
+pub struct Reservation<const FAULT: u8 = { faults::NONE }> {
+    pool: Arc<BlockPool<FAULT>>,
     account: AccountId,
     num_blocks: u32,
+    /// Of these, how many have a free permit already: they were put back.
+    backed: u32,
+    lane: Option<u32>,
 }
 
-impl Reservation {
-    pub(super) const fn new(pool: Arc<BlockPool>, account: AccountId, num_blocks: u32) -> Self {
-        Self { pool, account, num_blocks }
+impl<const FAULT: u8> BlockPool<FAULT> {
+    /// Promises blocks to an account.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBlocks`], [`Error::OverQuota`], or [`Error::InvalidArgument`] for an unknown account.
+    pub fn reserve(self: &Arc<Self>, account: AccountId, num_blocks: u32) -> Result<Reservation<FAULT>> {
+        self.accounts.take::<FAULT>(account, num_blocks, 0)?;
+        let lane = self.lanes.claim(account, User::Reservation);
+        let mut reservation = Reservation { pool: Arc::clone(self), account, num_blocks: 0, backed: 0, lane };
+        reservation.count(i64::from(num_blocks));
+        Ok(reservation)
     }
+}
 
+impl<const FAULT: u8> Reservation<FAULT> {
     /// Blocks that are still promised.
     #[must_use]
     pub const fn num_blocks(&self) -> u32 {
@@ -31,23 +47,63 @@ impl Reservation {
         self.account
     }
 
+    /// Changes what is promised, here and in the statistics.
+    fn count(&mut self, change: i64) {
+        self.num_blocks = (i64::from(self.num_blocks) + change) as u32;
+        match self.lane {
+            Some(lane) => {
+                self.pool.lanes.set(lane, Counts { blocks: self.num_blocks, backed: self.backed });
+            }
+            None => {
+                // Relaxed: statistics.
+                self.pool.accounts.of_block(self.account).reserved.fetch_add(change, Ordering::Relaxed);
+            }
+        }
+    }
+
     /// Turns promised capacity into blocks, all of `out` or none.
     ///
     /// # Errors
     /// [`Error::NeedsReclaim`] if cached blocks must be evicted first; [`Error::InvalidArgument`] for more than
     /// is promised.
     pub fn allocate(&mut self, out: &mut [BlockHandle]) -> Result<()> {
-        let count = out.len();
-        if count > self.num_blocks as usize {
-            return Err(Error::invalid(format!(
-                "{count} blocks asked of a reservation of {}",
-                self.num_blocks
-            )));
-        }
-        self.pool.take_free(count)?;
-        self.num_blocks -= count as u32;
-        self.pool.note_drawn(self.account, count as u32);
+        let count = self.drawn(out.len())?;
+        let backed = self.backed.min(count);
+        let wanted = Permits { free: count - backed, shared: 0 };
+        self.pool.accounts.permits.take(wanted, 0, &self.pool.accounts.cached)?;
+        self.backed -= backed;
+        self.count(-i64::from(count));
         self.pool.claim(self.account, out);
+        if wanted.free > 0 {
+            self.pool.note_peak();
+        }
+        Ok(())
+    }
+
+    fn drawn(&self, count: usize) -> Result<u32> {
+        match u32::try_from(count) {
+            Ok(count) if count <= self.num_blocks => Ok(count),
+            _ => Err(Error::invalid(format!("{count} blocks asked of a reservation of {}", self.num_blocks))),
+        }
+    }
+
+    /// Takes exclusively held blocks of the same account back into the promise: drafts that were not accepted, or
+    /// blocks of a preempted sequence that will be needed again. Drawing them again needs no capacity and no
+    /// reclaim.
+    ///
+    /// # Errors
+    /// [`Error::WrongState`] while a step is open, which may read the blocks; [`Error::InvalidHandle`] for a block
+    /// that is shared, indexed, of another account or not held. Nothing has changed then.
+    pub fn put_back(&mut self, blocks: &[BlockHandle]) -> Result<()> {
+        self.pool.refuse_open_step("put back")?;
+        self.pool.detach(blocks, Some(self.account))?;
+        self.pool.free_detached(blocks, |_, _| ());
+        let count = blocks.len() as u32;
+        match self.lane {
+            Some(_) => self.backed += count,
+            None => self.pool.accounts.permits.give(Permits { free: count, shared: 0 }),
+        }
+        self.count(i64::from(count));
         Ok(())
     }
 
@@ -56,8 +112,8 @@ impl Reservation {
     /// # Errors
     /// [`Error::OutOfBlocks`] or [`Error::OverQuota`]; the promise is as before then.
     pub fn grow(&mut self, num_blocks: u32) -> Result<()> {
-        self.pool.promise(self.account, num_blocks)?;
-        self.num_blocks += num_blocks;
+        self.pool.accounts.take::<FAULT>(self.account, num_blocks, 0)?;
+        self.count(i64::from(num_blocks));
         Ok(())
     }
 
@@ -72,14 +128,23 @@ impl Reservation {
                 self.num_blocks
             )));
         }
-        self.num_blocks -= num_blocks;
-        self.pool.withdraw(self.account, num_blocks);
+        let backed = self.backed.saturating_sub(self.num_blocks - num_blocks);
+        self.backed -= backed;
+        self.count(-i64::from(num_blocks));
+        let given = self.pool.accounts.give::<FAULT>(self.account, num_blocks, backed);
+        debug_assert!(given.is_ok() || FAULT != faults::NONE, "{given:?}");
         Ok(())
     }
 }
 
-impl Drop for Reservation {
+impl<const FAULT: u8> Drop for Reservation<FAULT> {
     fn drop(&mut self) {
-        self.pool.withdraw(self.account, self.num_blocks);
+        if FAULT != faults::LEAK_RESERVATION {
+            let all = self.shrink(self.num_blocks);
+            debug_assert!(all.is_ok() || FAULT != faults::NONE, "{all:?}");
+        }
+        if let Some(lane) = self.lane {
+            self.pool.lanes.free(lane);
+        }
     }
 }

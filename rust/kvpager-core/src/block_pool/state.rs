@@ -1,33 +1,58 @@
-//! One word per block: generation, kind, owner, references.
+//! One word per block: generation, kind, account, references.
 //!
 //! ```text
-//! 63          32 31   30 29      20 19        0
-//! [ generation ] [ kind ] [ account ] [ references ]
+//! 63          32 31  29 28     19 18        0
+//! [ generation ] [kind] [account] [references]
 //! ```
 //!
-//! The generation grows each time the block becomes free, so a handle from before is stale. It wraps after 2^32
-//! releases of one block; a handle would have to be kept that long to be mistaken.
+//! The generation grows each time the block leaves its owner, so a handle from before is stale. It wraps after
+//! 2^32 releases of one block; a handle would have to be kept that long to be mistaken.
+//!
+//! Who may write the word is decided by the block's two bits in its [group](super::groups): the one who claimed
+//! the block writes with a plain store; a shared block's word changes by compare-exchange only.
 
-use crate::error::{Error, HandleFault, Result};
+use crate::error::{Error, HandleFault};
 use crate::ids::{AccountId, BlockHandle};
 
-/// Most references to one block.
-pub(super) const MAX_REFERENCES: u32 = (1 << 20) - 1;
-/// Most accounts of a pool.
-pub(super) const MAX_ACCOUNTS: u32 = 1 << 10;
+const REFERENCE_BITS: u32 = 19;
+const ACCOUNT_BITS: u32 = 10;
+const KIND_BITS: u32 = 3;
 
-/// What a block is, as its word says. Whether an indexed block is held or cached is decided by its node's pins.
+/// Most references to one block.
+pub(super) const MAX_REFERENCES: u32 = (1 << REFERENCE_BITS) - 1;
+/// Most accounts of a pool.
+pub(super) const MAX_ACCOUNTS: u32 = 1 << ACCOUNT_BITS;
+
+/// What a block is, as its word says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
 pub(super) enum Kind {
-    /// Nobody's. Its bit in the bitmap is set, or about to be.
+    /// Nobody's, and its bits say free, or are about to.
     Free,
-    /// Referenced by sequences.
+    /// Has one reference and was never shared, or is just becoming shared.
     Held,
-    /// The index's.
+    /// Has been shared: references are counted by exchanges.
+    Shared,
+    /// The index's. Whether it is held or cached is decided by pins on its node.
     Indexed,
-    /// Its last reference is gone: a release is under way, or a step that may read it is open.
+    /// Released; a step that may read it is open. `references` has the low bits of the epoch it waits for.
     Leaving,
+    /// Its last reference or its place in the index is gone: the call that took it is about to free it.
+    Dropped,
+    /// In a magazine.
+    Stored,
 }
+
+const KINDS: [Kind; 8] = [
+    Kind::Free,
+    Kind::Held,
+    Kind::Shared,
+    Kind::Indexed,
+    Kind::Leaving,
+    Kind::Dropped,
+    Kind::Stored,
+    Kind::Free,
+];
 
 /// An unpacked state word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,44 +68,51 @@ impl State {
         Self { generation, kind: Kind::Free, account: AccountId(0), references: 0 }
     }
 
+    pub(super) const fn held(generation: u32, account: AccountId) -> Self {
+        Self { generation, kind: Kind::Held, account, references: 1 }
+    }
+
     pub(super) const fn pack(self) -> u64 {
-        let kind = match self.kind {
-            Kind::Free => 0,
-            Kind::Held => 1,
-            Kind::Indexed => 2,
-            Kind::Leaving => 3,
-        };
-        (self.generation as u64) << 32 | kind << 30 | (self.account.0 as u64) << 20 | self.references as u64
+        (self.generation as u64) << 32
+            | (self.kind as u64) << (REFERENCE_BITS + ACCOUNT_BITS)
+            | (self.account.0 as u64) << REFERENCE_BITS
+            | self.references as u64
     }
 
     pub(super) const fn unpack(word: u64) -> Self {
-        let kind = match (word >> 30) & 3 {
-            0 => Kind::Free,
-            1 => Kind::Held,
-            2 => Kind::Indexed,
-            _ => Kind::Leaving,
-        };
+        let kind = (word >> (REFERENCE_BITS + ACCOUNT_BITS)) as usize & ((1 << KIND_BITS) - 1);
         Self {
             generation: (word >> 32) as u32,
-            kind,
-            account: AccountId(((word >> 20) & (MAX_ACCOUNTS as u64 - 1)) as u32),
-            references: (word & MAX_REFERENCES as u64) as u32,
+            kind: KINDS[kind],
+            account: AccountId((word >> REFERENCE_BITS) as u32 & (MAX_ACCOUNTS - 1)),
+            references: word as u32 & MAX_REFERENCES,
         }
     }
 
-    /// Checks that a handle names this block in this kind.
-    pub(super) fn expect(self, block: BlockHandle, kind: Kind) -> Result<Self> {
-        if self.generation != block.generation() {
-            return Err(self.fault(block, HandleFault::Stale));
-        }
-        match (self.kind, kind) {
-            (found, wanted) if found == wanted => Ok(self),
-            (Kind::Leaving | Kind::Free, _) => Err(self.fault(block, HandleFault::OverRelease)),
-            _ => Err(self.fault(block, HandleFault::WrongState)),
-        }
+    /// The same block after it left its owner.
+    pub(super) const fn next_generation<const FAULT: u8>(self) -> u32 {
+        self.generation.wrapping_add((FAULT != super::faults::SAME_GENERATION) as u32)
     }
 
-    pub(super) const fn fault(self, block: BlockHandle, fault: HandleFault) -> Error {
+    /// Whether it is held by references.
+    pub(super) const fn is_referenced(self) -> bool {
+        matches!(self.kind, Kind::Held | Kind::Shared)
+    }
+
+    /// What is wrong with a handle that was expected to name this block while it is held by references.
+    pub(super) fn fault(self, block: BlockHandle) -> Error {
+        let ahead = block.generation().wrapping_sub(self.generation);
+        let fault = match self.kind {
+            _ if ahead != 0 && ahead < u32::MAX / 2 => HandleFault::NeverIssued,
+            _ if ahead != 0 => HandleFault::Stale,
+            Kind::Free | Kind::Leaving | Kind::Stored => HandleFault::NeverIssued,
+            Kind::Dropped => HandleFault::OverRelease,
+            Kind::Held | Kind::Shared | Kind::Indexed => HandleFault::WrongState,
+        };
+        self.error(block, fault)
+    }
+
+    pub(super) const fn error(self, block: BlockHandle, fault: HandleFault) -> Error {
         Error::InvalidHandle {
             id: block.id(),
             generation: block.generation(),
@@ -96,11 +128,11 @@ mod tests {
 
     #[test]
     fn every_field_survives_packing() {
-        for kind in [Kind::Free, Kind::Held, Kind::Indexed, Kind::Leaving] {
+        for kind in &KINDS[..7] {
             for (generation, account, references) in
                 [(0, 0, 0), (u32::MAX, MAX_ACCOUNTS - 1, MAX_REFERENCES), (7, 3, 1)]
             {
-                let state = State { generation, kind, account: AccountId(account), references };
+                let state = State { generation, kind: *kind, account: AccountId(account), references };
                 assert_eq!(State::unpack(state.pack()), state);
             }
         }

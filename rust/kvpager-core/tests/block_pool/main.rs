@@ -1,0 +1,7 @@
+//! The block pool against its promises, a naive model, and planted faults.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod mutants;
+mod promises;
+mod support;
