@@ -159,8 +159,8 @@ def report(traces: Path, requests: int) -> Iterator[str]:
     yield "# Replay: policies, eviction, speed\n"
     yield (
         f"`python benches/python/replay_policies.py --requests {requests}`; "
-        f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores (shared with other "
-        "work: wall times are upper bounds). Virtual clock: "
+        f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores (shared with "
+        "other work: wall times are upper bounds). Virtual clock: "
         "step = max(4.8 ms, 0.04 ms x tokens) + 3.9e-5 ms x context tokens; blocks of 16, 8,192 tokens and "
         "1,024 sequences a step, all requests waiting at once, no reuse. No host tier: what is taken back is "
         "recomputed."
