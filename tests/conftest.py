@@ -9,7 +9,7 @@ import pytest
 
 from kvpager._threads import configure_threads
 
-configure_threads()  # before NumPy is imported: idle BLAS threads sleep, busy machines stay usable
+configure_threads()  # before NumPy is imported
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

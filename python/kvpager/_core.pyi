@@ -839,11 +839,11 @@ class Scheduler:
     def submit(
         self,
         tenant: Tenant,
-        prompt_ids: Buffer | Sequence[int],
+        prompt_ids: NDArray[np.integer] | Sequence[int],
         *,
         max_tokens: int = 64,
         min_tokens: int = 0,
-        stop_token_ids: Buffer | Sequence[int] | None = None,
+        stop_token_ids: NDArray[np.integer] | Sequence[int] | None = None,
         priority: int = 0,
         reuse: bool = True,
     ) -> int:
@@ -878,7 +878,10 @@ class Scheduler:
             WrongStateError: while a step is open or another thread is in the scheduler.
         """
     def commit(
-        self, step_id: int, token_start: Buffer | Sequence[int], tokens: Buffer | Sequence[int]
+        self,
+        step_id: int,
+        token_start: NDArray[np.integer] | Sequence[int],
+        tokens: NDArray[np.integer] | Sequence[int],
     ) -> CommitOutcome:
         """Ends a step with its tokens.
 

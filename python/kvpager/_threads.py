@@ -1,14 +1,12 @@
 """How many threads the matrix products use, and how they wait.
 
-OpenBLAS reads its settings when NumPy is first imported, so they are environment variables, set before that:
+A BLAS library reads its settings when NumPy is first imported, so they are environment variables, set before
+that. What the user has set is left alone.
 
-- `OPENBLAS_NUM_THREADS` stays as it is (all cores by default).
-- `OPENBLAS_THREAD_TIMEOUT=4` lets its idle threads sleep at once. By default they spin for tens of
-  milliseconds between two products, which takes cores from attention and from other processes: on two shared
-  cores the same decode step took 26 ms either way alone, and a sixth more CPU time with spinning.
-- `OMP_WAIT_POLICY=passive` does the same for a BLAS library that is built on OpenMP.
-
-What the user has set is left alone.
+`OPENBLAS_NUM_THREADS=1`: OpenBLAS waits for its slowest thread in a loop that gives its core away at every
+turn. Where other processes want the cores, each of the 150 products of a step then takes milliseconds: the
+demo took 323 s with two threads and 25 s with one, on two cores that compilers kept busy. On a quiet machine
+a second thread makes a step a third shorter: set `OPENBLAS_NUM_THREADS` to have it.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import sys
 
 __all__ = ["configure_threads"]
 
-_DEFAULTS = {"OPENBLAS_THREAD_TIMEOUT": "4", "OMP_WAIT_POLICY": "passive"}
+_DEFAULTS = {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 def configure_threads() -> bool:

@@ -14,7 +14,7 @@ from kvpager.errors import KvPagerError
 
 __all__ = ["app", "main"]
 
-COMMANDS = ("plan", "replay", "doctor")
+COMMANDS = ("plan", "replay", "generate", "doctor")
 """Modules of this package, in the order of `--help`. They import what is heavy inside the call."""
 
 app = typer.Typer(

@@ -6,6 +6,7 @@ its own model and takes the same batches.
 
 from kvpager.runner.config import LlamaConfig, RopeConfig
 from kvpager.runner.demo_model import find_demo_model
+from kvpager.runner.generate import Generation, GenerationLoop, LoopConfig
 from kvpager.runner.kv_cache import KvCache
 from kvpager.runner.llama import LlamaModel
 from kvpager.runner.loading import LoadedModel, load_model
@@ -14,12 +15,15 @@ from kvpager.runner.tokenizer import TextStream, Tokenizer
 from kvpager.runner.weights import LayerWeights, LlamaWeights
 
 __all__ = [
+    "Generation",
+    "GenerationLoop",
     "KvCache",
     "LayerWeights",
     "LlamaConfig",
     "LlamaModel",
     "LlamaWeights",
     "LoadedModel",
+    "LoopConfig",
     "RopeConfig",
     "SamplingParams",
     "TextStream",

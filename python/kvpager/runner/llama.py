@@ -21,6 +21,7 @@ from kvpager import attention
 from kvpager.errors import InvalidArgumentError
 from kvpager.runner.config import LlamaConfig
 from kvpager.runner.kv_cache import KvCache
+from kvpager.runner.products import product
 from kvpager.runner.weights import Array, LayerWeights, LlamaWeights
 
 __all__ = ["BatchArrays", "LlamaModel"]
@@ -128,7 +129,7 @@ class LlamaModel:
                 hidden += self._attend(layer, self._normed(hidden, layer.attention_norm), keys, values, step)
                 hidden += self._feed_forward(layer, self._normed(hidden, layer.ffn_norm))
         sampled = hidden[xp.asarray(batch.sample_rows)]
-        return self._normed(sampled, weights.output_norm) @ weights.output
+        return self._product(self._normed(sampled, weights.output_norm), weights.output)
 
     def _check_tokens(self, token_ids: npt.NDArray[np.int32]) -> None:
         if not len(token_ids):
@@ -151,14 +152,14 @@ class LlamaModel:
         """Projects, rotates, appends and attends. `normed`: [T, hidden]; returns [T, hidden]."""
         config = self.config
         num_tokens = normed.shape[0]
-        qkv = (normed @ layer.qkv).reshape(num_tokens, config.num_qkv_heads, config.head_dim)
+        qkv = self._product(normed, layer.qkv).reshape(num_tokens, config.num_qkv_heads, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
         query = self._rotated(qkv[:, : config.num_heads], step)
         key = self._rotated(qkv[:, config.num_heads : num_rotated], step)
         value = self.array_module.ascontiguousarray(qkv[:, num_rotated:])
         attention.append_kv(key, value, keys, values, step.slot_mapping)
         mixed = attention.paged_attention(query, keys, values, **step.tables)
-        return mixed.reshape(num_tokens, -1) @ layer.attention_out
+        return self._product(mixed.reshape(num_tokens, -1), layer.attention_out)
 
     def _rotated(self, heads: Array, step: _Step) -> Array:
         """Returns [T, H, head_dim] rotated by position: pairs are (i, i + head_dim / 2)."""
@@ -175,13 +176,17 @@ class LlamaModel:
     def _feed_forward(self, layer: LayerWeights, normed: Array) -> Array:
         """SwiGLU: `(silu(gate) * up) @ down`. `normed`: [T, hidden]; returns [T, hidden]."""
         xp, size = self.array_module, self.config.intermediate_size
-        gate_up = normed @ layer.gate_up
+        gate_up = self._product(normed, layer.gate_up)
         gate, up = gate_up[:, :size], gate_up[:, size:]
         activated = xp.exp(-gate)
         activated += 1.0
         xp.divide(gate, activated, out=activated)
         activated *= up
-        return activated @ layer.down
+        return self._product(activated, layer.down)
+
+    def _product(self, rows: Array, weight: Array) -> Array:
+        """Returns `rows @ weight`: [T, out]."""
+        return product(rows, weight) if self.array_module is np else rows @ weight
 
     def _normed(self, hidden: Array, weight: Array) -> Array:
         """RMSNorm over the last axis."""

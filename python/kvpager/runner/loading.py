@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpager._core import Fingerprint
 from kvpager.errors import InvalidArgumentError, MissingDependencyError
 from kvpager.runner.config import LlamaConfig
 from kvpager.runner.demo_model import DEMO_HINT, find_demo_model
@@ -42,6 +43,26 @@ class LoadedModel:
     path: Path
     model: LlamaModel
     tokenizer: Tokenizer
+
+    def fingerprint(self, *, block_size: int) -> Fingerprint:
+        """Returns what must be equal for KV of this model to be reusable.
+
+        The revision is the file's size and time: enough to tell apart what one process may load after
+        another.
+        """
+        info = self.path.stat()
+        rope = self.model.config.rope
+        return Fingerprint(
+            model=self.name,
+            model_revision=f"{self.path}:{info.st_size}:{info.st_mtime_ns}",
+            adapters=[],
+            rope_type=rope.kind,
+            rope_theta=rope.theta,
+            rope_scaling=repr(rope),
+            attention_mask="causal",
+            kv_dtype="float32",
+            block_size=block_size,
+        )
 
 
 def load_model(model: str, *, array_module: Any = np) -> LoadedModel:

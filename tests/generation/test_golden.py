@@ -1,0 +1,189 @@
+"""Generated ids equal those of an independent implementation, however the work is cut, shared and queued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from golden_items import GoldenItem
+from lockstep import run_in_lockstep
+
+from kvpager.runner import Generation, GenerationLoop, LoadedModel, LoopConfig, SamplingParams
+
+pytestmark = pytest.mark.model
+
+FULL = 48
+"""Tokens of a golden continuation at most."""
+
+
+def new_loop(
+    demo: LoadedModel, *, num_blocks: int = 512, block_size: int = 16, **sizes: object
+) -> GenerationLoop:
+    config = LoopConfig(num_blocks=num_blocks, block_size=block_size, **sizes)  # type: ignore[arg-type]
+    loop = GenerationLoop(demo.model, config, fingerprint=demo.fingerprint(block_size=block_size))
+    loop.add_tenant("alice")
+    loop.add_tenant("bob")
+    return loop
+
+
+def generate(
+    loop: GenerationLoop, items: Sequence[GoldenItem], *, max_tokens: int = FULL, tenant: str = "alice"
+) -> list[Generation]:
+    """Submits all items at once, runs them, checks their ids, and returns what became of each."""
+    generations = [
+        loop.submit(tenant, item.prompt_ids, max_tokens=max_tokens, stop_token_ids=(2,)) for item in items
+    ]
+    loop.run()
+    for item, generation in zip(items, generations, strict=True):
+        assert generation.token_ids == item.greedy_ids[:max_tokens], item.text[:60]
+        assert generation.account is not None
+        ended = item.greedy_ids[:max_tokens][-1] == 2
+        assert generation.account.reason == ("stop" if ended else "length")
+        assert generation.account.output_tokens == len(generation.token_ids)
+    check_pool(loop)
+    return generations
+
+
+def check_pool(loop: GenerationLoop) -> None:
+    """Nothing is held when nothing runs, and every block is accounted for."""
+    stats = loop.pool.stats()
+    assert (stats.held, stats.reserved, stats.quarantined) == (0, 0, 0)
+    assert stats.cached + stats.free == stats.capacity
+    loop.pool.check_invariants()
+
+
+def short(golden: list[GoldenItem]) -> list[GoldenItem]:
+    return [item for item in golden if item.kind != "long"]
+
+
+def the_long(golden: list[GoldenItem]) -> GoldenItem:
+    return next(item for item in golden if item.kind == "long")
+
+
+def test_each_prompt_alone(demo: LoadedModel, golden: list[GoldenItem]) -> None:
+    loop = new_loop(demo, num_blocks=64, reuse=False)
+    for item in golden:
+        (generation,) = generate(loop, [item], max_tokens=16)
+        assert generation.account is not None
+        assert generation.account.cached_tokens == 0
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 64])
+def test_all_prompts_in_one_batch_and_again_from_the_cache(
+    demo: LoadedModel, golden: list[GoldenItem], block_size: int
+) -> None:
+    loop = new_loop(demo, num_blocks=4096 // block_size, block_size=block_size)
+    generate(loop, golden, max_tokens=FULL if block_size == 16 else 12)
+    for item, generation in zip(golden, generate(loop, golden, max_tokens=4), strict=True):
+        whole_blocks = (len(item.prompt_ids) - 1) // block_size * block_size
+        assert generation.account is not None
+        assert generation.account.cached_tokens == whole_blocks
+
+
+def test_prompts_chunked_at_every_size(demo: LoadedModel, golden: list[GoldenItem]) -> None:
+    longest = max(len(item.prompt_ids) for item in short(golden))
+    items = {
+        size: [item for item in short(golden) if len(item.prompt_ids) >= size]
+        for size in range(1, longest + 1)
+    }
+    prompts = {size: [item.prompt_ids for item in items[size]] for size in items}
+    for size, outputs in run_in_lockstep(demo.model, prompts, max_tokens=3).items():
+        assert outputs == [item.greedy_ids[:3] for item in items[size]], f"chunks of {size}"
+
+
+def test_prompts_chunked_small_to_the_last_token(demo: LoadedModel, golden: list[GoldenItem]) -> None:
+    generate(new_loop(demo, max_prefill_chunk=5, max_batch_tokens=24), short(golden))
+
+
+@pytest.mark.parametrize("size", [29, 256, 511, 802])
+def test_long_prompt_chunked(demo: LoadedModel, golden: list[GoldenItem], size: int) -> None:
+    loop = new_loop(demo, max_batch_tokens=1024, max_prefill_chunk=size, reuse=False)
+    (generation,) = generate(loop, [the_long(golden)], max_tokens=4)
+    assert generation.account is not None
+    assert generation.account.steps == -(-803 // size) + 3
+
+
+def test_pool_so_small_that_requests_wait(demo: LoadedModel, golden: list[GoldenItem]) -> None:
+    loop = new_loop(demo, num_blocks=12, max_batch_tokens=24)
+    generations = generate(loop, short(golden), max_tokens=16)
+    accounts = [generation.account for generation in generations if generation.account]
+    assert sum(account.queue_steps > 0 for account in accounts) >= 4
+    assert loop.pool.stats().peak_held <= 12
+
+
+def test_pool_with_room_for_the_long_prompt_alone(demo: LoadedModel, golden: list[GoldenItem]) -> None:
+    loop = new_loop(demo, num_blocks=51, max_batch_tokens=512)
+    generate(loop, [the_long(golden), *short(golden)], max_tokens=4)
+
+
+def test_no_index_reuses_nothing_and_gives_the_same(demo: LoadedModel, golden: list[GoldenItem]) -> None:
+    loop = new_loop(demo, reuse=False)
+    for _ in range(2):
+        for generation in generate(loop, short(golden), max_tokens=6):
+            assert generation.account is not None
+            assert generation.account.cached_tokens == 0
+    assert loop.pool.stats().cached == 0
+
+
+def test_cache_of_one_tenant_is_never_used_for_another(demo: LoadedModel, golden: list[GoldenItem]) -> None:
+    loop = new_loop(demo)
+    item = next(item for item in golden if item.kind == "chat")
+    cached = [
+        generation.account.cached_tokens
+        for tenant in ("alice", "bob", "alice", "bob")
+        for generation in generate(loop, [item], max_tokens=2, tenant=tenant)
+        if generation.account
+    ]
+    assert cached == [0, 0, 32, 32]
+
+
+def test_prompts_of_one_token_are_normal(demo: LoadedModel) -> None:
+    loop = new_loop(demo)
+    outputs = []
+    for _ in range(2):
+        generation = loop.submit("alice", [504], max_tokens=3)
+        loop.run()
+        assert generation.account is not None
+        assert generation.account.cached_tokens == 0
+        outputs.append(generation.token_ids)
+    assert outputs[0] == outputs[1]
+    check_pool(loop)
+
+
+def test_seeded_draws_are_the_same_alone_and_in_a_batch(demo: LoadedModel, golden: list[GoldenItem]) -> None:
+    items = short(golden)[:4]
+
+    def run(loop: GenerationLoop, item: GoldenItem, seed: int) -> Generation:
+        sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=seed)
+        return loop.submit("alice", item.prompt_ids, max_tokens=6, sampling=sampling)
+
+    loop = new_loop(demo)
+    together = [run(loop, item, seed) for seed, item in enumerate(items)]
+    loop.run()
+    for seed, (item, generation) in enumerate(zip(items, together, strict=True)):
+        alone = run(loop, item, seed)
+        loop.run()
+        assert alone.token_ids == generation.token_ids
+    assert any(
+        generation.token_ids != item.greedy_ids[:6] for item, generation in zip(items, together, strict=True)
+    )
+
+
+def test_model_failure_ends_the_requests_of_the_step_and_frees_their_blocks(
+    demo: LoadedModel, golden: list[GoldenItem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = new_loop(demo)
+    generation = loop.submit("alice", golden[0].prompt_ids, max_tokens=4)
+
+    def broken(*_: object) -> np.ndarray:
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(demo.model, "forward", broken)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            loop.run()
+    assert generation.account is not None
+    assert generation.account.reason == "error"
+    check_pool(loop)
+    generate(loop, golden[:1], max_tokens=4)
