@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RUST_SOURCES := $(shell find rust cuda -type f -not -path '*/target/*' 2>/dev/null)
 SANITIZED := RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer"
 
-.PHONY: help setup run test test-rust test-python lint format bench wheel clean test-emulator
+.PHONY: help setup run test test-rust test-python lint format bench reproduce wheel clean test-emulator
 .DEFAULT_GOAL := help
 
 help: ## List the targets.
@@ -59,6 +59,9 @@ format: setup ## Format Rust and Python.
 
 bench: setup ## Rust and Python benchmarks; see benches/README.md.
 	cargo bench --workspace
+
+reproduce: setup ## The policy, eviction and speed tables of the replay, from the traces.
+	$(BIN)/python benches/python/replay_policies.py --out benches/results/replay.md
 
 wheel: $(VENV)/.base ## Build a wheel into dist/.
 	$(BIN)/maturin build --release --out dist

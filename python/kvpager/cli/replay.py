@@ -6,6 +6,8 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +15,8 @@ import typer
 from kvpager.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvpager.replay.run import Report, RunSettings
+    from kvpager.replay.run import Report
+    from kvpager.replay.study import Study
     from kvpager.replay.trace import Trace
 
 __all__ = ["register", "replay"]
@@ -70,6 +73,22 @@ def replay(
     max_prefill_chunk: Annotated[int, typer.Option(min=0, help="Longest prefill chunk; 0: the budget.")] = 0,
     hardware: Annotated[str, typer.Option(help="Preset of the step time.")] = "8b-hbm3",
     oracle: Annotated[bool, typer.Option(help="Compare with the clairvoyant schedule.")] = True,
+    shuffle: Annotated[int | None, typer.Option(min=0, help="Seed of another order of the requests.")] = None,
+    tenants: Annotated[
+        str | None, typer.Option(metavar="A=3,B=1", help="Give requests to tenants by share.")
+    ] = None,
+    short_by: Annotated[
+        str,
+        typer.Option(metavar="0,1,5", help="Run again on devices that lack so many percent of the blocks."),
+    ] = "0",
+    slo: Annotated[
+        str | None, typer.Option(metavar="ttft_p99=2s,…", help="Bounds on ttft, tpot, gap, queue for --find.")
+    ] = None,
+    find: Annotated[
+        str | None, typer.Option(help="blocks or rate: the fewest blocks or highest rate that meets --slo.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(metavar="OUT.html", help="Write a page with plots.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the plots as pictures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run a workload: hit rate, memory, preemptions, latencies in the tail, and the scheduler's own cost.
@@ -78,24 +97,21 @@ def replay(
     """
     from kvpager.replay.formats import open_trace
     from kvpager.replay.run import STEP_TIMES, RunSettings
+    from kvpager.replay.study import Study
+    from kvpager.replay.transforms import parse_shares
 
     if hardware not in STEP_TIMES:
         raise InvalidArgumentError(f"--hardware is {hardware!r}, expected {', '.join(STEP_TIMES)}")
     if reuse not in ("on", "off"):
         raise InvalidArgumentError(f"--reuse is {reuse!r}, expected on or off")
-
-    def opened() -> Trace:
-        return open_trace(trace, format_name=format_name, skip_bad=skip_bad, seed=seed, requests=requests)
-
-    first = opened()
-    arrivals = arrivals or ("recorded" if first.has_times else "saturate")
-    if arrivals == "recorded" and not first.has_times:
-        raise InvalidArgumentError(f"{trace} has no arrival times: use --arrivals rate or saturate")
+    if (slo is None) != (find is None):
+        raise InvalidArgumentError("--slo and --find go together: what must hold, and what to look for")
+    first = open_trace(trace, format_name=format_name, skip_bad=skip_bad, seed=seed, requests=requests)
     settings = RunSettings(
         blocks=blocks or max(1, DEFAULT_POOL_TOKENS // block_size),
         block_size=block_size,
         reuse=reuse == "on",
-        arrivals=arrivals,
+        arrivals=arrivals or ("recorded" if first.has_times else "saturate"),
         speed=speed,
         rate=rate,
         seed=seed,
@@ -107,51 +123,79 @@ def replay(
         max_output_tokens=max_output_tokens or first.max_output_tokens,
         step_time=STEP_TIMES[hardware],
     )
-    with _progress(first, settings, shown=not as_json) as progress:
-        if sequential:
-            runs = _sequential(opened, settings, eviction.split(","), progress)
-        else:
-            runs = _policies(opened, settings, policy.split(","), eviction.split(","), progress)
-            if oracle and not any(run["interrupted"] for run in runs):
-                _add_oracle(opened(), settings, runs)
+    study = Study(
+        source=trace,
+        settings=settings,
+        policies=tuple(policy.split(",")),
+        evictions=tuple(eviction.split(",")),
+        format_name=format_name,
+        skip_bad=skip_bad,
+        sequential=sequential,
+        oracle=oracle,
+        shuffle=shuffle,
+        tenants=parse_shares(tenants) if tenants else None,
+        short_by=_percents(short_by),
+    )
+    if slo is not None and find is not None:
+        _search(study, slo, find, as_json=as_json)
+    else:
+        _compare(study, first, report, png, as_json=as_json)
+
+
+def _percents(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidArgumentError(f"--short-by is {text!r}, expected percents like 0,1,5,10") from None
+
+
+def _compare(study: Study, trace: Trace, page: Path | None, png: Path | None, *, as_json: bool) -> None:
+    with _progress(trace, study, shown=not as_json) as progress:
+        runs = study.run(progress)
+    if page is not None or png is not None:
+        _write_report(study, trace, runs, page, png)
     if as_json:
         typer.echo(json.dumps({"runs": runs}))
     else:
-        _print(runs, first, settings)
+        from kvpager.cli.replay_tables import print_runs
+
+        print_runs(runs, trace, study.settings)
     if any(run["interrupted"] for run in runs):
         raise typer.Exit(130)
 
 
-def _sequential(
-    opened: Any, settings: RunSettings, evictions: list[str], progress: Report
-) -> list[dict[str, Any]]:
-    from kvpager.replay.run import run_sequential
+def _write_report(
+    study: Study, trace: Trace, runs: list[dict[str, Any]], page: Path | None, png: Path | None
+) -> None:
+    from kvpager.replay.report import eviction_curves, write_plots, write_report
 
-    return [run_sequential(opened(), settings, eviction=name, report=progress) for name in evictions]
-
-
-def _policies(
-    opened: Any, settings: RunSettings, policies: list[str], evictions: list[str], progress: Report
-) -> list[dict[str, Any]]:
-    from kvpager.replay.run import run_replay
-
-    runs = []
-    for policy in policies:
-        for eviction in evictions:
-            runs.append(run_replay(opened(), settings, policy=policy, eviction=eviction, report=progress))
-            if runs[-1]["interrupted"]:
-                return runs
-    return runs
+    with TemporaryDirectory() as directory:
+        target = page or Path(directory) / "report.html"
+        interrupted = any(run["interrupted"] for run in runs)
+        try:
+            write_report(target, runs, trace, study, [] if interrupted else eviction_curves(study))
+        except OSError as error:
+            raise InvalidArgumentError(f"{target}: {error.strerror or error}") from error
+        if png is not None:
+            write_plots(target, png)
 
 
-def _add_oracle(trace: Trace, settings: RunSettings, runs: list[dict[str, Any]]) -> None:
-    from kvpager.replay.run import run_oracle
+def _search(study: Study, slo: str, what: str, *, as_json: bool) -> None:
+    from kvpager.replay.search import find, parse_objectives
 
-    outcome = run_oracle(trace, settings)
-    if not outcome["interrupted"]:
-        for run in runs:
-            run["oracle_time"] = outcome["time"]
-            run["oracle"] = {name: value for name, value in outcome.items() if name != "interrupted"}
+    try:
+        result = find(study, parse_objectives(slo), what=what)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    run = result.pop("run")
+    if as_json:
+        typer.echo(json.dumps({"search": result, "runs": [run] if run else []}))
+    else:
+        from kvpager.cli.replay_tables import print_search
+
+        print_search(result)
+    if run is None:
+        raise typer.Exit(1)
 
 
 def _silent(_ended: int, _steps: int, _now: float) -> None:
@@ -159,7 +203,7 @@ def _silent(_ended: int, _steps: int, _now: float) -> None:
 
 
 @contextmanager
-def _progress(trace: Trace, settings: RunSettings, *, shown: bool) -> Iterator[Report]:
+def _progress(trace: Trace, study: Study, *, shown: bool) -> Iterator[Report]:
     """A progress line on stderr: requests, rate, time left. Silent when stderr is no terminal."""
     if not shown or not sys.stderr.isatty():
         yield _silent
@@ -167,7 +211,7 @@ def _progress(trace: Trace, settings: RunSettings, *, shown: bool) -> Iterator[R
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    total = settings.requests if settings.requests is not None else trace.count
+    requests = study.settings.requests
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -176,7 +220,7 @@ def _progress(trace: Trace, settings: RunSettings, *, shown: bool) -> Iterator[R
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(trace.name, total=total, rate=0.0)
+        task = bar.add_task(trace.name, total=trace.count if requests is None else requests, rate=0.0)
 
         def report(ended: int, steps: int, now: float) -> None:
             elapsed = bar.tasks[0].elapsed or 1e-9
@@ -184,9 +228,3 @@ def _progress(trace: Trace, settings: RunSettings, *, shown: bool) -> Iterator[R
             bar.update(task, completed=ended, rate=ended / elapsed, description=description)
 
         yield report
-
-
-def _print(runs: list[dict[str, Any]], trace: Trace, settings: RunSettings) -> None:
-    from kvpager.cli.replay_tables import print_runs
-
-    print_runs(runs, trace, settings)

@@ -12,7 +12,7 @@ from rich.table import Table
 from kvpager.replay.run import RunSettings
 from kvpager.replay.trace import Trace
 
-__all__ = ["print_runs"]
+__all__ = ["print_runs", "print_search"]
 
 Run = dict[str, Any]
 
@@ -27,7 +27,7 @@ def print_runs(runs: list[Run], trace: Trace, settings: RunSettings) -> None:
     """
     console = Console(highlight=False)
     # Numbers that are cut off say nothing: a narrow terminal wraps lines instead.
-    console.width = max(console.width, 100)
+    console.width = max(console.width, 100, 40 + 30 * len(runs))
     console.print(
         f"{escape(trace.name)} ({trace.format}): {settings.blocks:,} blocks of {settings.block_size} tokens, "
         f"arrivals {settings.arrivals}, reuse {'on' if settings.reuse else 'off'}"
@@ -53,6 +53,25 @@ def print_runs(runs: list[Run], trace: Trace, settings: RunSettings) -> None:
             console.print("Interrupted: the figures are of what had run.")
 
 
+def print_search(result: dict[str, Any]) -> None:
+    """Prints what a capacity search tried and found.
+
+    Args:
+        result: what `kvpager.replay.search.find` gives.
+    """
+    console = Console(highlight=False)
+    bounds = result["objectives"]
+    table = Table(
+        result["what"], *(f"{name} <= {seconds:g} s" for name, seconds in bounds.items()), "met", box=None
+    )
+    for row in sorted(result["tries"], key=lambda row: row[result["what"]]):
+        refused = "refuses requests" if row["refused"] else "yes" if row["met"] else "no"
+        table.add_row(f"{row[result['what']]:,.6g}", *(f"{row[name]:.4g}" for name in bounds), refused)
+    console.print(table)
+    found = "nothing meets this" if result["found"] is None else f"{result['found']:,.6g}"
+    console.print(f"{'Fewest blocks' if result['what'] == 'blocks' else 'Highest rate'}: {found}")
+
+
 def _title(run: Run) -> str:
     return run["policy"] if run["eviction"] is None else f"{run['policy']}, {run['eviction']}"
 
@@ -75,12 +94,17 @@ def _oracle(run: Run) -> str:
     return f"{run['virtual_time'] / run['oracle_time']:.3f}x of {run['oracle_time']:,.1f} s"
 
 
+def _shortage(run: Run) -> str:
+    return " / ".join(f"{count:,}" for count in run["out_of_memory_if_short"].values())
+
+
 _Row = tuple[str, Callable[[Run], str]]
 
 _SEQUENTIAL: list[_Row] = [
     ("requests", lambda run: f"{run['requests']:,}"),
     ("finished", lambda run: f"{run['finished']:,}"),
     ("refused", _refused),
+    ("blocks", lambda run: f"{run['blocks']:,}"),
     ("hit blocks", lambda run: f"{run['hit_blocks']:,} of {run['lookup_blocks']:,}"),
     ("hit rate, tokens", lambda run: _rate(run["hit_tokens"], run["prompt_tokens"])),
     ("peak held blocks", lambda run: f"{run['peak_held']:,}"),
@@ -100,6 +124,7 @@ _ROWS: list[_Row] = [
         lambda run: _quantiles(run["memory"]["contiguous_reservation"], "p50", "p99", "max"),
     ),
     ("internal waste", lambda run: f"{run['memory']['internal_waste']:.2%}"),
+    ("out of memory without it, short by 1 / 5 / 10 %", _shortage),
     ("batch p50 / p99 / max", lambda run: _quantiles(run["batch_size"], "p50", "p99", "max")),
     (
         "preempted requests",

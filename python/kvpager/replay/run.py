@@ -12,6 +12,7 @@ from kvpager._core import Oracle, Replay, SequentialReplay
 from kvpager.errors import InvalidArgumentError
 from kvpager.replay.columns import Columns
 from kvpager.replay.trace import Trace
+from kvpager.replay.transforms import limited
 
 __all__ = ["STEP_TIMES", "RunSettings", "run_oracle", "run_replay", "run_sequential"]
 
@@ -80,34 +81,6 @@ class RunSettings:
         return floor, per_token, per_kv_token, self.block_size * SWAP_BYTES_PER_TOKEN / SWAP_BYTES_PER_SECOND
 
 
-def _limited(trace: Trace, limit: int | None) -> Iterator[Columns]:
-    """The first `limit` requests of a trace."""
-    left = limit
-    for columns in trace.requests:
-        if left is None or len(columns) <= left:
-            yield columns
-        else:
-            yield _head(columns, left)
-        if left is not None:
-            left -= len(columns)
-            if left <= 0:
-                return
-
-
-def _head(columns: Columns, count: int) -> Columns:
-    ids = columns.hash_start[count]
-    return Columns(
-        arrival=columns.arrival[:count],
-        prompt_tokens=columns.prompt_tokens[:count],
-        output_tokens=columns.output_tokens[:count],
-        tenant=columns.tenant[:count],
-        session=columns.session[:count],
-        think_time=columns.think_time[:count],
-        hash_start=columns.hash_start[: count + 1],
-        hash_ids=columns.hash_ids[:ids],
-    )
-
-
 def _drive(run: Replay | Oracle, requests: Iterator[Columns], report: Report | None) -> bool:
     """Feeds and advances a run to its end; False if Ctrl-C ended it."""
     steps = 256
@@ -151,7 +124,7 @@ def run_replay(
         InvalidArgumentError: for bad input or settings.
     """
     began = time.perf_counter()
-    requests = _limited(trace, settings.requests)
+    requests = limited(trace.requests, settings.requests)
     first = next(requests, None)
     if first is None:
         raise InvalidArgumentError(f"{trace.bad.path}: no requests in it")
@@ -204,7 +177,7 @@ def run_sequential(
         report: called now and then with the progress.
     """
     began = time.perf_counter()
-    requests = _limited(trace, settings.requests)
+    requests = limited(trace.requests, settings.requests)
     first = next(requests, None)
     if first is None:
         raise InvalidArgumentError(f"{trace.bad.path}: no requests in it")
@@ -278,7 +251,7 @@ def run_oracle(trace: Trace, settings: RunSettings) -> dict[str, Any]:
         seed=settings.seed,
         step_time=settings.step_time,
     )
-    finished = _drive(oracle, _limited(trace, settings.requests), None)
+    finished = _drive(oracle, limited(trace.requests, settings.requests), None)
     seconds, steps, done, refused, mean_batch, peak_blocks = oracle.outcome()
     return {
         "time": seconds,

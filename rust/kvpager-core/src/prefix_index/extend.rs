@@ -2,8 +2,8 @@
 
 use super::namespace::Namespace;
 use super::order::Order;
-use super::tree::{ROOT, Tree};
-use super::{Pin, PrefixIndex, lock};
+use super::tree::Tree;
+use super::{Pin, PrefixIndex, ShareScope, lock};
 use crate::error::{Error, Result};
 use crate::ids::BlockHandle;
 use std::sync::Arc;
@@ -33,6 +33,19 @@ impl PrefixIndex {
     /// `InvalidHandle` if the first piece names a block that the caller does not hold exclusively. Nothing is
     /// changed then. (A bad handle later ends the call early, without an error.)
     pub fn extend(
+        self: &Arc<Self>,
+        pin: &mut Pin,
+        tokens: &[u32],
+        blocks: &mut [BlockHandle],
+    ) -> Result<Extended> {
+        if matches!(self.namespaces.get(pin.namespace)?.scope, ShareScope::Public(_)) {
+            return Err(Error::invalid("only publish inserts into a public scope"));
+        }
+        self.extend_any(pin, tokens, blocks)
+    }
+
+    /// [`PrefixIndex::extend`] whatever the scope.
+    pub(super) fn extend_any(
         self: &Arc<Self>,
         pin: &mut Pin,
         tokens: &[u32],
@@ -158,7 +171,7 @@ impl PrefixIndex {
             unsafe { self.arena.write_row(block.id(), row) };
         }
         let num_blocks = blocks.len() as u32;
-        let is_leaf = pin.node != ROOT && tree.node(pin.node).num_children == 0;
+        let is_leaf = tree.is_live(pin.node) && tree.node(pin.node).num_children == 0;
         // `learned` keeps the ends of earlier requests apart: they may turn out to be branching points.
         let may_grow = pin.is_own_node || self.learned.is_none();
         if is_leaf && may_grow && order.holds(pin.node) == 1 {

@@ -3,7 +3,7 @@
 use super::PrefixIndex;
 use super::namespace::Namespace;
 use super::order::Order;
-use super::tree::{ROOT, Tree};
+use super::tree::Tree;
 use crate::ids::NamespaceId;
 use std::collections::HashSet;
 
@@ -51,7 +51,7 @@ impl PrefixIndex {
         if live.len() != tree.num_children() {
             return Err(format!("{} nodes, {} in the table", live.len(), tree.num_children()));
         }
-        for id in live.iter().copied().chain([ROOT]) {
+        for id in live.iter().copied().chain(tree.all_roots()) {
             if tree.node(id).num_children != num_children[id as usize] {
                 return Err(format!("node {id} counts its children wrongly"));
             }
@@ -64,7 +64,7 @@ impl PrefixIndex {
 }
 
 fn live_nodes(tree: &Tree) -> Vec<u32> {
-    (1..tree.num_slots()).filter(|&id| tree.is_live(id)).collect()
+    (0..tree.num_slots()).filter(|&id| tree.is_live(id)).collect()
 }
 
 /// The lists have every unheld node that is a leaf, children before parents, stamps not falling.

@@ -2,10 +2,12 @@
 
 use super::learned::History;
 use super::namespace::Namespace;
-use super::tree::ROOT;
+use super::roots::PrefixKey;
+use super::tree::Tree;
 use super::{Learned, Pin, PrefixIndex, lock};
 use crate::error::Result;
 use crate::ids::{BlockHandle, NamespaceId};
+use crate::sync::Ordering;
 use std::sync::Arc;
 
 impl PrefixIndex {
@@ -26,7 +28,7 @@ impl PrefixIndex {
         tokens: &[u32],
         blocks: &mut Vec<BlockHandle>,
     ) -> Result<Pin> {
-        self.match_at_most(namespace, self.without_last(tokens), blocks)
+        self.match_from(namespace, None, self.without_last(tokens), blocks)
     }
 
     /// Like [`PrefixIndex::match_prefix`], but matches all whole blocks of `tokens`, the last one too: for
@@ -40,7 +42,7 @@ impl PrefixIndex {
         tokens: &[u32],
         blocks: &mut Vec<BlockHandle>,
     ) -> Result<Pin> {
-        self.match_at_most(namespace, tokens, blocks)
+        self.match_from(namespace, None, tokens, blocks)
     }
 
     /// How many tokens [`PrefixIndex::match_prefix`] would find now. Pins and touches nothing.
@@ -50,7 +52,7 @@ impl PrefixIndex {
     pub fn peek_prefix(&self, namespace: NamespaceId, tokens: &[u32]) -> Result<usize> {
         let namespace = self.namespaces.get(namespace)?;
         let tree = namespace.read_tree();
-        let matched = tree.count_matched(&self.view(), ROOT, self.without_last(tokens));
+        let matched = tree.count_matched(&self.view(), tree.root(), self.without_last(tokens));
         Ok(matched * self.config.block_size as usize)
     }
 
@@ -59,87 +61,107 @@ impl PrefixIndex {
     /// # Errors
     /// `InvalidArgument` for an unknown namespace.
     pub fn root(self: &Arc<Self>, namespace: NamespaceId) -> Result<Pin> {
-        self.namespaces.get(namespace)?.lock_order().hold(ROOT);
-        let history = self.history(namespace, &[], 0)?;
-        Ok(Pin { index: Arc::clone(self), namespace, node: ROOT, num_blocks: 0, is_own_node: false, history })
+        let known = self.namespaces.get(namespace)?;
+        let tree = known.read_tree();
+        let held = self.hold(known, tree.root())?;
+        self.pin(namespace, held, &[], 0)
+    }
+
+    /// A pin of the root of what continues a prefix in this namespace.
+    pub(super) fn continuation_pin(self: &Arc<Self>, namespace: NamespaceId, key: PrefixKey) -> Result<Pin> {
+        let known = self.namespaces.get(namespace)?;
+        let mut tree = known.write_tree();
+        let root = tree.make_continuation(&mut known.lock_order(), key);
+        let held = self.hold(known, root)?;
+        self.pin(namespace, held, &[], 0)
     }
 
     fn without_last<'a>(&self, tokens: &'a [u32]) -> &'a [u32] {
         &tokens[..tokens.len().saturating_sub(1)]
     }
 
-    fn match_at_most(
+    /// Matches all whole blocks of `tokens` below a root: the namespace's, or that of a continuation.
+    pub(super) fn match_from(
         self: &Arc<Self>,
         id: NamespaceId,
+        key: Option<&PrefixKey>,
         tokens: &[u32],
         blocks: &mut Vec<BlockHandle>,
     ) -> Result<Pin> {
         let namespace = self.namespaces.get(id)?;
         let before = blocks.len();
-        let (node, num_blocks) = match self.match_shared(namespace, tokens, blocks).unwrap_or_else(|| {
+        let found = self.match_shared(namespace, key, tokens, blocks).unwrap_or_else(|| {
             blocks.truncate(before);
-            self.match_exclusive(namespace, tokens, blocks)
-        }) {
-            Ok(found) => found,
+            self.match_exclusive(namespace, key, tokens, blocks)
+        });
+        match found {
+            Ok((held, num_blocks)) => self.pin(id, held, tokens, num_blocks),
             Err(error) => {
                 blocks.truncate(before);
-                return Err(error);
+                Err(error)
             }
-        };
-        let history = self.history(id, tokens, num_blocks)?;
-        Ok(Pin {
-            index: Arc::clone(self),
-            namespace: id,
-            node,
-            num_blocks: num_blocks as u32,
-            is_own_node: false,
-            history,
-        })
+        }
     }
 
     /// Matches under the shared lock. `None` if a node must be split.
     fn match_shared(
         &self,
         namespace: &Namespace,
+        key: Option<&PrefixKey>,
         tokens: &[u32],
         blocks: &mut Vec<BlockHandle>,
-    ) -> Option<Result<(u32, usize)>> {
+    ) -> Option<Result<(Held, usize)>> {
         let tree = namespace.read_tree();
-        let place = tree.walk(&self.view(), ROOT, tokens, blocks);
+        let place = tree.walk(&self.view(), start(&tree, key), tokens, blocks);
         if place.is_partial {
             return None;
         }
         // The tree's lock is still held: nobody can evict the node before it is pinned.
-        Some(self.hold(namespace, place.node).map(|()| (place.node, place.num_blocks)))
+        Some(self.hold(namespace, place.node).map(|held| (held, place.num_blocks)))
     }
 
     /// Matches under the exclusive lock, and splits the node inside which the match ends.
     fn match_exclusive(
         &self,
         namespace: &Namespace,
+        key: Option<&PrefixKey>,
         tokens: &[u32],
         blocks: &mut Vec<BlockHandle>,
-    ) -> Result<(u32, usize)> {
+    ) -> Result<(Held, usize)> {
         let mut tree = namespace.write_tree();
         let view = self.view();
-        let place = tree.walk(&view, ROOT, tokens, blocks);
+        let place = tree.walk(&view, start(&tree, key), tokens, blocks);
         let mut node = place.node;
         if place.is_partial {
             node = tree.split(&view, place.node, place.offset);
             namespace.lock_order().split(place.node, node, place.offset as u32);
         }
-        self.hold(namespace, node).map(|()| (node, place.num_blocks))
+        self.hold(namespace, node).map(|held| (held, place.num_blocks))
     }
 
     /// Pins a node of a tree whose lock the caller has: capacity first, then the holds.
-    fn hold(&self, namespace: &Namespace, node: u32) -> Result<()> {
+    fn hold(&self, namespace: &Namespace, node: u32) -> Result<Held> {
         let mut order = namespace.lock_order();
         let num_blocks = order.unheld_blocks(node);
         if num_blocks > 0 {
             self.pool.hold_cached(namespace.account, num_blocks)?;
         }
         order.hold(node);
-        Ok(())
+        // Relaxed: written and read under the order's lock.
+        Ok(Held { node, num_purges: namespace.num_purges.load(Ordering::Relaxed) })
+    }
+
+    fn pin(
+        self: &Arc<Self>,
+        namespace: NamespaceId,
+        held: Held,
+        tokens: &[u32],
+        num_blocks: usize,
+    ) -> Result<Pin> {
+        let Held { node, num_purges } = held;
+        let history = self.history(namespace, tokens, num_blocks)?;
+        let (index, num_blocks) = (Arc::clone(self), num_blocks as u32);
+        Ok(Pin { index, namespace, node, num_blocks, num_purges, is_own_node: false, history })
     }
 
     /// What the `learned` policy makes of a prompt; nothing under another policy.
@@ -170,6 +192,8 @@ impl PrefixIndex {
         let mut order = namespace.lock_order();
         let stamp = time.unwrap_or_else(|| self.tick());
         let depth = pin.num_blocks;
+        // Relaxed: written and read under the order's lock.
+        let is_purged = namespace.num_purges.load(Ordering::Relaxed) != pin.num_purges;
         let num_blocks = order.release(pin.node, stamp, |below| pin.history.class_at(depth - below));
         if num_blocks == 0 {
             return;
@@ -182,5 +206,20 @@ impl PrefixIndex {
         if !std::mem::replace(&mut order.is_queued, true) {
             self.evictor.announce(namespace.account, pin.namespace);
         }
+        drop(order);
+        if is_purged {
+            self.sweep_purged(namespace, pin);
+        }
     }
+}
+
+/// A node that was just pinned.
+struct Held {
+    node: u32,
+    num_purges: u32,
+}
+
+/// Where a walk starts.
+fn start(tree: &Tree, key: Option<&PrefixKey>) -> u32 {
+    key.and_then(|key| tree.continuation(key)).unwrap_or(tree.root())
 }

@@ -10,6 +10,7 @@
 //! takes one namespace at a time, in pieces as short. The order of eviction is exact least-recently-released
 //! when calls come from one thread.
 
+mod chain;
 mod child_hash;
 mod encoding;
 mod evictor;
@@ -23,26 +24,31 @@ mod matching;
 mod namespace;
 mod order;
 mod pin;
+mod purge;
+mod roots;
 mod scope;
 mod token_arena;
 mod tree;
 mod value_evictor;
 
+pub use chain::{ChainPin, ScopeChain};
 pub use extend::Extended;
 pub use fingerprint::{Adapter, Fingerprint};
 pub use isolation::Isolation;
 pub use pin::Pin;
+pub use purge::Purged;
 pub use scope::ShareScope;
 
 use crate::block_pool::BlockPool;
 use crate::error::{Error, Result};
-use crate::ids::{AccountId, NamespaceId};
+use crate::ids::{AccountId, BlockHandle, NamespaceId};
 use crate::sync::{AtomicU64, Ordering};
 use child_hash::ChildHash;
 use evictor::{Evictor, Whose};
 use learned::Learner;
 use namespace::Namespaces;
 use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use token_arena::TokenArena;
 use tree::View;
@@ -92,6 +98,8 @@ pub struct PrefixIndex {
     clock: AtomicU64,
     /// There under the `learned` policy.
     learned: Option<Learned>,
+    /// Key of the digests by which continuations are found. Random, never leaves the index.
+    digest_key: [u8; 32],
 }
 
 /// The learners, and the key of their digests.
@@ -160,7 +168,17 @@ impl PrefixIndex {
         let learned = is_learned.then(|| Learned::new(config.block_size as usize));
         let namespaces = Namespaces::new();
         let (evictor, clock) = (Evictor::new(), AtomicU64::new(1));
-        Ok(Arc::new(Self { pool, config, arena, hash, namespaces, evictor, clock, learned }))
+        Ok(Arc::new(Self {
+            pool,
+            config,
+            arena,
+            hash,
+            namespaces,
+            evictor,
+            clock,
+            learned,
+            digest_key: random_key(),
+        }))
     }
 
     /// The integer of (scope, fingerprint): the same for equal pairs, another one if any field differs.
@@ -239,10 +257,26 @@ impl PrefixIndex {
         unsafe { View::new(&self.arena, &self.hash, self.config.block_size as usize) }
     }
 
+    /// Gives evicted blocks of a namespace back to the pool.
+    fn evicted(&self, _namespace: NamespaceId, blocks: &[BlockHandle]) {
+        let evicted = self.pool.evict(blocks);
+        debug_assert!(evicted.is_ok(), "unheld blocks of the index can be evicted: {evicted:?}");
+    }
+
     /// The tick of a release.
     fn tick(&self) -> u64 {
         // Relaxed: pairs with nothing. Stamps order releases; those of one namespace are taken under its
         // order lock, and between namespaces an exact order is promised for one thread only.
         self.clock.fetch_add(1, Ordering::Relaxed)
     }
+}
+
+/// 256 bits from the standard library's source of random hash keys.
+fn random_key() -> [u8; 32] {
+    let mut key = [0; 32];
+    for (i, word) in key.chunks_exact_mut(8).enumerate() {
+        // A state of its own for each word: each draws fresh keys or counts them up.
+        word.copy_from_slice(&RandomState::new().hash_one(i).to_le_bytes());
+    }
+    key
 }

@@ -8,6 +8,7 @@ use super::scope::ShareScope;
 use super::tree::Tree;
 use crate::error::{Error, Result};
 use crate::ids::{AccountId, NamespaceId};
+use crate::sync::AtomicU32;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -21,14 +22,33 @@ pub(super) struct Namespace {
     pub(super) account: AccountId,
     /// What learns from it, under the `learned` policy.
     pub(super) learner: Option<Arc<Mutex<Learner>>>,
+    /// Who may share.
+    pub(super) scope: ShareScope,
+    /// What must be equal, encoded.
+    pub(super) fingerprint: Vec<u8>,
+    /// How often everything was cut off. Changes under both locks.
+    pub(super) num_purges: AtomicU32,
     tree: RwLock<Tree>,
     order: Mutex<Order>,
 }
 
 impl Namespace {
-    fn new(account: AccountId, learner: Option<Arc<Mutex<Learner>>>) -> Self {
+    fn new(
+        scope: &ShareScope,
+        fingerprint: &Fingerprint,
+        account: AccountId,
+        learner: Option<Arc<Mutex<Learner>>>,
+    ) -> Self {
         let num_classes = if learner.is_some() { NUM_CLASSES } else { 1 };
-        Self { account, learner, tree: RwLock::new(Tree::new()), order: Mutex::new(Order::new(num_classes)) }
+        Self {
+            account,
+            learner,
+            scope: scope.clone(),
+            fingerprint: fingerprint.to_bytes(),
+            num_purges: AtomicU32::new(0),
+            tree: RwLock::new(Tree::new()),
+            order: Mutex::new(Order::new(num_classes)),
+        }
     }
 
     // A lock is poisoned only by a panic inside the index, which is a bug that has been reported there;
@@ -88,7 +108,7 @@ impl Namespaces {
         }
         let id =
             NamespaceId(u32::try_from(interned.len()).map_err(|_| Error::invalid("too many namespaces"))?);
-        self.cell(id).get_or_init(|| Namespace::new(account, learner));
+        self.cell(id).get_or_init(|| Namespace::new(scope, fingerprint, account, learner));
         interned.insert(identity, id);
         Ok(id)
     }

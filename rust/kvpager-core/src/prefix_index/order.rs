@@ -136,6 +136,21 @@ impl Order {
         self.put(id, Slot::new(parent, 1, num_blocks));
     }
 
+    /// Enters a new root.
+    pub(super) fn add_root(&mut self, id: u32) {
+        self.put(id, Slot::new(NO_NODE, 0, 0));
+    }
+
+    /// Lists.
+    pub(super) fn num_classes(&self) -> usize {
+        self.lists.len()
+    }
+
+    /// Time of a node's last release.
+    pub(super) fn stamp(&self, id: u32) -> u64 {
+        self.slot(id).stamp
+    }
+
     /// A held leaf grew by this many blocks.
     pub(super) fn grow(&mut self, id: u32, num_blocks: u32) {
         self.slots[id as usize].num_blocks += num_blocks;

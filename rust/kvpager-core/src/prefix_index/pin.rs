@@ -14,6 +14,8 @@ pub struct Pin {
     pub(super) namespace: NamespaceId,
     pub(super) node: u32,
     pub(super) num_blocks: u32,
+    /// Purges of the namespace when it was pinned.
+    pub(super) num_purges: u32,
     /// Whether this pin's extension made the node.
     pub(super) is_own_node: bool,
     /// What the `learned` policy knows of it.

@@ -1,12 +1,10 @@
 //! The structure of one namespace: nodes of whole blocks, found by their first block.
 
 use super::child_hash::ChildHash;
+use super::roots::Roots;
 use super::token_arena::{TokenArena, same_tokens};
 use crate::ids::BlockHandle;
 use hashbrown::HashTable;
-
-/// The empty prefix. Always there, has no blocks.
-pub(super) const ROOT: u32 = 0;
 
 /// One compressed edge with the node at its end.
 pub(super) struct Node {
@@ -15,7 +13,7 @@ pub(super) struct Node {
     /// The node above; of a vacant slot the next vacant one.
     pub(super) parent: u32,
     /// Hash of (parent, first block), by which the table finds this node.
-    hash: u32,
+    pub(super) hash: u32,
     /// Nodes whose parent this is.
     pub(super) num_children: u32,
     /// How often this slot was vacated.
@@ -41,14 +39,15 @@ pub(super) struct Tree {
     vacant: u32,
     /// Every node but the root, by the hash of its parent and its first block.
     children: HashTable<u32>,
+    pub(super) roots: Roots,
 }
 
-const NO_NODE: u32 = u32::MAX;
+pub(super) const NO_NODE: u32 = u32::MAX;
 
 impl Tree {
     pub(super) fn new() -> Self {
         let root = Node { blocks: Vec::new(), parent: NO_NODE, hash: 0, num_children: 0, generation: 0 };
-        Self { nodes: vec![root], vacant: NO_NODE, children: HashTable::new() }
+        Self { nodes: vec![root], vacant: NO_NODE, children: HashTable::new(), roots: Roots::new(0) }
     }
 
     /// A node by its index.
@@ -62,12 +61,12 @@ impl Tree {
         self.nodes.len() as u32
     }
 
-    /// Whether the slot has a node.
+    /// Whether the slot has a node that is not a root.
     pub(super) fn is_live(&self, id: u32) -> bool {
-        id == ROOT || !self.node(id).blocks.is_empty()
+        !self.node(id).blocks.is_empty()
     }
 
-    /// Nodes in the table of children, that is all but the root.
+    /// Nodes in the table of children, that is all but the roots.
     pub(super) fn num_children(&self) -> usize {
         self.children.len()
     }
@@ -145,7 +144,7 @@ impl Tree {
 
     /// Lengthens a leaf in place.
     pub(super) fn append(&mut self, id: u32, blocks: &[BlockHandle]) {
-        debug_assert!(id != ROOT && self.node(id).num_children == 0);
+        debug_assert!(self.is_live(id) && self.node(id).num_children == 0);
         self.nodes[id as usize].blocks.extend_from_slice(blocks);
     }
 
@@ -172,7 +171,7 @@ impl Tree {
     /// Takes up to `max_blocks` from a leaf's tail, deepest first, and removes the leaf once it is empty.
     pub(super) fn take_tail(&mut self, id: u32, max_blocks: usize, out: &mut Vec<BlockHandle>) -> TailTaken {
         let node = &mut self.nodes[id as usize];
-        debug_assert!(id != ROOT && node.num_children == 0);
+        debug_assert!(!node.blocks.is_empty() && node.num_children == 0);
         let keep = node.blocks.len().saturating_sub(max_blocks);
         let num_blocks = node.blocks.len() - keep;
         if keep > 0 {
@@ -182,14 +181,21 @@ impl Tree {
         self.withdraw(id);
         let node = &mut self.nodes[id as usize];
         out.extend(std::mem::take(&mut node.blocks).into_iter().rev());
-        let parent = std::mem::replace(&mut node.parent, self.vacant);
-        node.generation = node.generation.wrapping_add(1);
-        self.vacant = id;
+        let parent = node.parent;
+        self.vacate(id);
         self.nodes[parent as usize].num_children -= 1;
         TailTaken { num_blocks, is_removed: true }
     }
 
-    fn occupy(&mut self, node: Node) -> u32 {
+    /// Gives a slot back.
+    pub(super) fn vacate(&mut self, id: u32) {
+        let node = &mut self.nodes[id as usize];
+        node.parent = self.vacant;
+        node.generation = node.generation.wrapping_add(1);
+        self.vacant = id;
+    }
+
+    pub(super) fn occupy(&mut self, node: Node) -> u32 {
         let id = self.vacant;
         if id == NO_NODE {
             self.nodes.push(node);

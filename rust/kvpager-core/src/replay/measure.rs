@@ -8,6 +8,9 @@ use serde_json::{Value, json};
 /// Prompt lengths up to which a latency belongs to a class; longer ones are in the last.
 pub(super) const CONTEXT_CLASSES: [u32; 5] = [1 << 10, 1 << 12, 1 << 14, 1 << 16, u32::MAX];
 
+/// Percent of the blocks that a device may lack.
+const SHORTAGES: [u64; 3] = [1, 5, 10];
+
 /// Points of the timeline before every other one is dropped.
 const MAX_POINTS: usize = 2048;
 
@@ -129,6 +132,9 @@ pub(super) struct MemoryOverTime {
     points: Vec<(f64, PoolStats, u64)>,
     stride: u64,
     steps: u64,
+    /// Times that the held blocks rose above what a device that is short by `SHORTAGES` has.
+    overruns: [u64; SHORTAGES.len()],
+    last_held: u64,
 }
 
 impl MemoryOverTime {
@@ -149,6 +155,8 @@ impl MemoryOverTime {
             points: Vec::new(),
             stride: 1,
             steps: 0,
+            overruns: [0; SHORTAGES.len()],
+            last_held: 0,
         }
     }
 
@@ -172,6 +180,11 @@ impl MemoryOverTime {
         self.time += seconds;
         self.unused_slots += step.unused_slots as f64 * seconds;
         self.slots += (step.unshared_blocks * u64::from(block_size)) as f64 * seconds;
+        for (count, percent) in self.overruns.iter_mut().zip(SHORTAGES) {
+            let limit = pool.capacity * (100 - percent) / 100;
+            *count += u64::from(self.last_held <= limit && pool.held > limit);
+        }
+        self.last_held = pool.held;
         if self.steps.is_multiple_of(self.stride) {
             self.push_point(now, pool, step.num_sequences);
         }
@@ -209,6 +222,14 @@ impl MemoryOverTime {
             "contiguous_reservation": self.contiguous.report(),
             "internal_waste": if self.slots > 0.0 { round(self.unused_slots / self.slots) } else { 0.0 },
         })
+    }
+
+    /// How often an engine that counts on the whole pool would have run out on a device that is short of it.
+    pub(super) fn overrun_report(&self) -> Value {
+        let rows = SHORTAGES.iter().zip(self.overruns);
+        rows.map(|(percent, count)| (format!("{percent}%"), json!(count)))
+            .collect::<serde_json::Map<_, _>>()
+            .into()
     }
 
     /// Columns of a plot: seconds, blocks by state, sequences in the batch.

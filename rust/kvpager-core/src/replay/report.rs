@@ -155,6 +155,7 @@ impl Record {
             "mean_held": round(self.memory.mean_held()),
             "batch_size": self.memory.batch_report(),
             "memory": self.memory.report(),
+            "out_of_memory_if_short": self.memory.overrun_report(),
             "latency": self.overall.report(),
             "latency_by_context": self.contexts(),
             "tenants": self.tenant_reports(config),

@@ -1,0 +1,95 @@
+//! Removing a scope's prefixes, whatever uses them.
+
+use super::namespace::Namespace;
+use super::order::Order;
+use super::tree::Tree;
+use super::{Pin, PrefixIndex, ShareScope};
+use crate::ids::{BlockHandle, NamespaceId};
+use crate::sync::Ordering;
+
+/// What a purge did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Purged {
+    /// Namespaces of the scope, those of clients' salts included.
+    pub num_namespaces: usize,
+    /// Blocks evicted at once.
+    pub num_evicted: usize,
+}
+
+impl PrefixIndex {
+    /// Removes every prefix of a scope, over all fingerprints and, for a tenant, over all salts of its clients.
+    ///
+    /// From the return on nothing of it can be matched. Blocks that are not held are evicted; requests that hold
+    /// some go on undisturbed, and their blocks are evicted when they release them (or, where open steps may
+    /// still read them, as any cached block is). The tenant's next requests start from nothing.
+    pub fn purge(&self, scope: &ShareScope) -> Purged {
+        let mut done = Purged::default();
+        for id in (0..self.namespaces.len()).map(NamespaceId) {
+            let Ok(namespace) = self.namespaces.get(id) else { continue };
+            if namespace.scope == *scope || namespace.scope.without_salt() == *scope {
+                done.num_namespaces += 1;
+                done.num_evicted += self.purge_namespace(id, namespace);
+            }
+        }
+        done
+    }
+
+    fn purge_namespace(&self, id: NamespaceId, namespace: &Namespace) -> usize {
+        let mut tree = namespace.write_tree();
+        let mut order = namespace.lock_order();
+        tree.detach_roots(&mut order);
+        // Relaxed: written and read under the order's lock.
+        namespace.num_purges.fetch_add(1, Ordering::Relaxed);
+        let mut taken = Vec::new();
+        while let Some(leaf) = self.any_leaf(&tree, &mut order) {
+            self.take_path(&mut tree, &mut order, leaf, &mut taken);
+        }
+        self.evicted(id, &taken);
+        taken.len()
+    }
+
+    /// An unheld leaf that no open step may read.
+    fn any_leaf(&self, tree: &Tree, order: &mut Order) -> Option<u32> {
+        for class in 0..order.num_classes() {
+            while let Some((node, stamp)) = order.oldest(class) {
+                if tree.node(node).num_children > 0 {
+                    order.park(node);
+                } else if order.is_fenced(stamp, |epoch| self.pool.epoch_closed(epoch)) {
+                    break;
+                } else {
+                    return Some(node);
+                }
+            }
+        }
+        None
+    }
+
+    /// Takes a leaf and what becomes a leaf above it, as far as nobody holds it or may read it.
+    fn take_path(&self, tree: &mut Tree, order: &mut Order, leaf: u32, taken: &mut Vec<BlockHandle>) {
+        let mut id = leaf;
+        while !tree.is_root(id) && order.holds(id) == 0 && tree.node(id).num_children == 0 {
+            if order.is_fenced(order.stamp(id), |epoch| self.pool.epoch_closed(epoch)) {
+                return;
+            }
+            let parent = tree.node(id).parent;
+            let tail = tree.take_tail(id, usize::MAX, taken);
+            order.shrink(id, tail.num_blocks as u32, tail.is_removed);
+            if tree.node(parent).num_children == 0 {
+                order.unpark(parent);
+            }
+            id = parent;
+        }
+    }
+
+    /// Evicts what a pin held whose prefix was purged meanwhile. The pin is released already, so its node may be
+    /// gone, and its slot another's: what is purged is told by its root.
+    pub(super) fn sweep_purged(&self, namespace: &Namespace, pin: &Pin) {
+        let mut tree = namespace.write_tree();
+        let mut order = namespace.lock_order();
+        if tree.is_live(pin.node) && !tree.is_reachable(pin.node) {
+            let mut taken = Vec::new();
+            self.take_path(&mut tree, &mut order, pin.node, &mut taken);
+            self.evicted(pin.namespace, &taken);
+        }
+    }
+}
