@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpager.attention import append_kv, cascade_attention, merge_states, mla_decode, paged_attention
+from kvpager.attention import (
+    append_kv,
+    cascade_attention,
+    merge_states,
+    mla_decode,
+    paged_attention,
+    prefix_groups,
+)
 from kvpager.errors import InvalidArgumentError
 
 from .reference import BOUNDS, Case, attend, error, make_case
@@ -107,6 +114,23 @@ def test_cascades_mix_with_sequences_of_their_own_and_with_long_prefixes() -> No
     out = case.call(cascade_attention, **groups)
     expected, _, largest = case.call(attend)
     assert error(out, expected, largest) <= BOUNDS["float32"]
+
+
+def test_groups_found_in_the_tables_give_what_separate_sequences_give() -> None:
+    lengths = [(1, 200), (1, 150), (3, 90), (1, 77), (1, 0), (1, 120)]
+    case = make_case(7, lengths, heads=8, kv_heads=2)
+    case.block_tables[[1, 5], :6] = case.block_tables[0, :6]
+    case.block_tables[3, :4] = case.block_tables[2, :4]
+    places = {"query_start": case.query_start, "context_lens": case.context_lens}
+    groups = prefix_groups(case.block_tables, **places, block_size=16)
+    members = np.split(groups["group_sequences"], groups["group_start"][1:-1])
+    found = {tuple(m.tolist()): int(n) for m, n in zip(members, groups["prefix_lens"], strict=True)}
+    assert found == {(0, 1, 5): 96, (2, 3): 64}
+    out = case.call(cascade_attention, **groups)
+    expected, _, largest = case.call(attend)
+    assert error(out, expected, largest) <= BOUNDS["float32"]
+    none = prefix_groups(case.block_tables, **places, block_size=16, min_tokens=1000)
+    assert case.call(cascade_attention, **none).tobytes() == case.call(paged_attention).tobytes()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import importlib
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from kvpager import _core
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "merge_states",
     "mla_decode",
     "paged_attention",
+    "prefix_groups",
     "scatter_blocks",
     "set_num_threads",
     "zero_blocks",
@@ -239,6 +242,38 @@ def cascade_attention(
         return_lse=return_lse,
         causal=causal,
     )
+
+
+def prefix_groups(
+    block_tables: Array,
+    *,
+    table_rows: Array | None = None,
+    query_start: Array,
+    context_lens: Array,
+    block_size: int,
+    min_tokens: int = 64,
+) -> dict[str, Any]:
+    """Finds the sequences of a batch whose tables begin with the same blocks, as prefixes from the index do.
+
+    Args:
+        block_tables: `[rows, max_blocks]`, int32, NumPy.
+        table_rows: as for `paged_attention`, NumPy or None.
+        query_start: as there.
+        context_lens: as there.
+        block_size: positions of a block.
+        min_tokens: shared tokens from which a group is worth it.
+
+    Returns:
+        The arguments `group_start`, `group_sequences` and `prefix_lens` of `cascade_attention`, int32 arrays.
+
+    Raises:
+        InvalidArgumentError: arrays that do not fit each other.
+    """
+    found = _core._prefix_groups(
+        block_tables, table_rows, query_start, context_lens, block_size, max(min_tokens, 0)
+    )
+    names = ("group_start", "group_sequences", "prefix_lens")
+    return {name: np.array(values, np.int32) for name, values in zip(names, found, strict=True)}
 
 
 def mla_decode(

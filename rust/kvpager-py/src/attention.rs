@@ -248,6 +248,27 @@ fn _scatter_blocks(
     py.detach(|| core::scatter_blocks(&cache, &ids, &values)).py()
 }
 
+/// Sequences that share their first blocks: (group_start, sequences, prefix_lens).
+#[pyfunction]
+fn _prefix_groups(
+    py: Python<'_>,
+    block_tables: &Bound<'_, PyUntypedArray>,
+    table_rows: Option<Bound<'_, PyAny>>,
+    query_start: &Bound<'_, PyAny>,
+    context_lens: &Bound<'_, PyAny>,
+    block_size: usize,
+    min_tokens: usize,
+) -> PyResult<(Vec<i32>, Vec<i32>, Vec<i32>)> {
+    let table_rows = ints("table_rows", &table_rows)?;
+    let query_start = read_ints::<i32>(query_start, "query_start")?;
+    let context_lens = read_ints::<i32>(context_lens, "context_lens")?;
+    let tables = table(block_tables)?;
+    let rows = table_rows.as_deref();
+    let find = || core::prefix_groups(&tables, rows, &query_start, &context_lens, block_size, min_tokens);
+    let groups = py.detach(find).py()?;
+    Ok((groups.group_start, groups.sequences, groups.prefix_lens))
+}
+
 /// Sets how many threads a call of attention may use, the caller included.
 #[pyfunction]
 fn _set_num_threads(num_threads: usize) -> PyResult<()> {
@@ -278,6 +299,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_zero_blocks, module)?)?;
     module.add_function(wrap_pyfunction!(_gather_blocks, module)?)?;
     module.add_function(wrap_pyfunction!(_scatter_blocks, module)?)?;
+    module.add_function(wrap_pyfunction!(_prefix_groups, module)?)?;
     module.add_function(wrap_pyfunction!(_set_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(_get_num_threads, module)?)?;
     module.add_function(wrap_pyfunction!(_instruction_sets, module)?)

@@ -14,6 +14,7 @@
 mod append;
 mod blocks;
 mod dtype;
+mod groups;
 mod job;
 mod kernels;
 mod merge;
@@ -27,6 +28,7 @@ mod threads;
 pub use append::{Append, append_kv};
 pub use blocks::{copy_blocks, gather_blocks, scatter_blocks, zero_blocks};
 pub use dtype::Dtype;
+pub use groups::{PrefixGroups, prefix_groups};
 pub use kernels::instruction_sets;
 pub use merge::merge_states;
 pub use request::{Options, PagedAttention, SharedPrefixes};
