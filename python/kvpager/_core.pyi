@@ -778,7 +778,8 @@ class Scheduler:
     """The scheduler of one engine.
 
     `submit`, `abort` and `stats` may be called from any thread. One engine thread calls `step`, runs the
-    model on the batch, and ends it by `commit` or `abandon`; two threads in these at once is a `WrongStateError`.
+    model on the batch, and ends it by `commit` or `abandon`; two threads in these at once is a
+    `WrongStateError`.
 
     Args:
         pool: where blocks come from.
@@ -790,7 +791,8 @@ class Scheduler:
         max_waiting: requests that may wait at once.
         max_prefill_chunk: longest prefill chunk of one sequence in a step; None for the whole budget.
         policy: what must be promised before a request runs. `reserve`: prompt and maximum output, so it is
-            never preempted; `watermark` and `forecast` overcommit and preempt (recompute) when they were wrong.
+            never preempted; `watermark` and `forecast` overcommit, and preempt (recompute) when they were
+            wrong.
         max_bypass: requests that may pass the head of their tenant's queue while it does not fit.
         max_bypass_steps: steps for which a head may be passed.
         zero_blocks: when a block is listed in `Batch.block_zeros` before its first write.
