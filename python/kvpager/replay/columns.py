@@ -20,6 +20,10 @@ MAX_TOKENS = 1 << 24
 """Longest prompt or output that is believed (16 million tokens)."""
 
 
+MAX_RECENT = 4096
+"""Prompts that are remembered whole, by their first id."""
+
+
 class LineError(ValueError):
     """What is wrong with one line or entry of a trace."""
 
@@ -104,6 +108,7 @@ class ColumnsBuilder:
         self._columns = Columns()
         self._last_arrival = 0.0
         self._parents: dict[int, int] = {}
+        self._recent: dict[int, Sequence[int]] = {}
 
     def append(
         self,
@@ -153,12 +158,15 @@ class ColumnsBuilder:
                 f"{len(hash_ids)} hash ids contradict a prompt of {prompt_tokens} tokens: "
                 f"it has {most} blocks of {self._hash_block}"
             )
-        if not all(0 <= block < 1 << 64 for block in hash_ids):
+        if not 0 <= min(hash_ids) <= max(hash_ids) < 1 << 64:
             raise LineError("a hash id is negative or above 2^64")
+        # Most prompts go on from an earlier one, whose ids have been checked: only what follows is new.
+        earlier = self._recent.get(hash_ids[0])
+        known_ids = 0 if earlier is None else _common(earlier, hash_ids)
         parents = self._parents
         new: dict[int, int] = {}
-        parent = -1
-        for block in hash_ids:
+        parent = hash_ids[known_ids - 1] if known_ids else -1
+        for block in hash_ids[known_ids:]:
             known = parents.get(block)
             if known is None:
                 known = new.setdefault(block, parent)
@@ -168,6 +176,9 @@ class ColumnsBuilder:
                     "an id stands for one whole prefix"
                 )
             parent = block
+        if len(self._recent) >= MAX_RECENT:
+            self._recent.clear()
+        self._recent[hash_ids[0]] = hash_ids
         parents.update(new)
 
     def full(self) -> Iterator[Columns]:
@@ -180,6 +191,18 @@ class ColumnsBuilder:
         if len(self._columns):
             columns, self._columns = self._columns, Columns()
             yield columns
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common prefix, by comparing slices."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _id(block: int) -> str:

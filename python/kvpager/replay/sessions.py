@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,8 +37,16 @@ class _Session(msgspec.Struct):
     id: str = ""
 
 
-_Entry = tuple[float, int, int, _Request]
-"""Arrival, session number, number in the session, request."""
+class _Turn(NamedTuple):
+    """A request of a session, its ids packed: a trace has millions of them."""
+
+    arrival: float
+    session: int
+    place: int
+    prompt_tokens: int
+    output_tokens: int
+    think_time: float
+    hash_ids: array[int]
 
 
 def read_sessions(path: Path, bad: BadLines, *, seed: int = 0) -> Trace:
@@ -50,14 +60,20 @@ def read_sessions(path: Path, bad: BadLines, *, seed: int = 0) -> Trace:
         bad: what to do with a bad entry.
         seed: of the start times.
     """
-    sessions = list(_load(path, bad))
-    blocks = {session.block_size for session in sessions}
-    if len(blocks) > 1:
-        raise InvalidArgumentError(f"{path}: sessions with blocks of {sorted(blocks)} tokens in one trace")
-    starts = np.random.default_rng(seed).uniform(0, START_SPAN_HOURS * 3600, len(sessions))
-    chains: list[list[_Entry]] = []
-    for session, start in zip(sessions, starts.tolist(), strict=True):
-        _chains(session.requests, start, chains)
+    draw = np.random.default_rng(seed)
+    blocks: set[int] = set()
+    chains: list[list[_Turn]] = []
+    for name, session in _load(path, bad):
+        blocks.add(session.block_size)
+        if len(blocks) > 1:
+            raise InvalidArgumentError(
+                f"{path}: sessions with blocks of {sorted(blocks)} tokens in one trace"
+            )
+        start = float(draw.uniform(0, START_SPAN_HOURS * 3600))
+        try:
+            _chains(session, session.requests, start, chains)
+        except (OverflowError, LineError) as error:
+            bad.report(name, str(error))
     hash_block = next(iter(blocks), 64)
     requests = _requests(chains, hash_block, bad)
     return Trace(
@@ -73,7 +89,7 @@ def read_sessions(path: Path, bad: BadLines, *, seed: int = 0) -> Trace:
     )
 
 
-def _load(path: Path, bad: BadLines) -> Iterator[_Session]:
+def _load(path: Path, bad: BadLines) -> Iterator[tuple[str, _Session]]:
     decode = msgspec.json.Decoder(_Session).decode
     if path.suffix == ".json":
         files: Iterator[tuple[str, bytes]] = iter([(path.name, path.read_bytes())])
@@ -84,42 +100,52 @@ def _load(path: Path, bad: BadLines) -> Iterator[_Session]:
             session = decode(content)
             if not 1 <= session.block_size <= 1 << 20:
                 raise LineError(f"block_size is {session.block_size}, expected 1 to {1 << 20}")
-            yield session
+            yield name, session
         except (msgspec.DecodeError, LineError) as error:
             bad.report(name, str(error))
 
 
-def _chains(requests: list[_Request], start: float, chains: list[list[_Entry]]) -> None:
+def _chains(session: _Session, requests: list[_Request], start: float, chains: list[list[_Turn]]) -> None:
     """One chain for the requests, one for each sub-agent among them."""
     number = len(chains)
-    chain: list[_Entry] = []
+    chain: list[_Turn] = []
     chains.append(chain)
     for request in requests:
         if request.requests is not None:
-            _chains(request.requests, start + request.t, chains)
-        else:
-            chain.append((start + request.t, number, len(chain), request))
-
-
-def _requests(chains: list[list[_Entry]], hash_block: int, bad: BadLines) -> Iterator[Columns]:
-    builder = ColumnsBuilder(hash_block=hash_block)
-    for arrival, number, place, request in heapq.merge(*chains):
+            _chains(session, request.requests, start + request.t, chains)
+            continue
         # Full blocks only: the number of ids is not always that of the blocks.
-        ids = request.hash_ids[: request.input_tokens // hash_block]
-        try:
-            if not all(0 <= block < 1 << 32 for block in ids):
-                raise LineError("a hash id is negative or above 2^32")
-            builder.append(
-                arrival=arrival,
+        ids = request.hash_ids[: max(0, request.input_tokens // session.block_size)]
+        if ids and not 0 <= min(ids) <= max(ids) < 1 << 32:
+            raise LineError(f"request {len(chain) + 1}: a hash id is negative or above 2^32")
+        high = number + 1 << 32
+        chain.append(
+            _Turn(
+                arrival=start + request.t,
+                session=number,
+                place=len(chain),
                 prompt_tokens=request.input_tokens,
-                output_tokens=max(1, request.output_tokens)
-                if request.output_tokens == 0
-                else request.output_tokens,
-                hash_ids=[(number + 1) << 32 | block for block in ids],
-                session=number + 1,
-                think_time=request.think_time if place else 0.0,
+                # The answer to a cut-off request is counted as one token.
+                output_tokens=1 if request.output_tokens == 0 else request.output_tokens,
+                think_time=request.think_time if chain else 0.0,
+                hash_ids=array("Q", [high | block for block in ids]),
+            )
+        )
+
+
+def _requests(chains: list[list[_Turn]], hash_block: int, bad: BadLines) -> Iterator[Columns]:
+    builder = ColumnsBuilder(hash_block=hash_block, block=256)
+    for turn in heapq.merge(*chains):
+        try:
+            builder.append(
+                arrival=turn.arrival,
+                prompt_tokens=turn.prompt_tokens,
+                output_tokens=turn.output_tokens,
+                hash_ids=turn.hash_ids,
+                session=turn.session + 1,
+                think_time=turn.think_time,
             )
         except LineError as error:
-            bad.report(f"session {number + 1}, request {place + 1}", str(error))
+            bad.report(f"session {turn.session + 1}, request {turn.place + 1}", str(error))
         yield from builder.full()
     yield from builder.rest()
