@@ -85,6 +85,23 @@ def test_table_names_every_part(config: Path) -> None:
     assert "128 KiB" in done.stdout
 
 
+def test_block_sizes_trade_unused_slots_against_table_entries(config: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "lengths.csv"
+    trace.write_text("prompt_len,output_len\n8,1\n9,8\n")
+    arguments = ("--device-memory", "80GiB", "--lengths", trace)
+    rows = json.loads(plan(config, *arguments, "--json").stdout)["block_sizes"]
+    by_size = {row["block_size"]: row for row in rows}
+    assert by_size[1]["internal_waste"] == 0
+    # Held: one step of 8, eight steps of 16. Used: 8, and 9 to 16.
+    assert by_size[8]["internal_waste"] == pytest.approx(1 - 108 / 136)
+    assert by_size[8]["table_entries"] == (2 + 3) / 2
+    waste = [row["internal_waste"] for row in rows]
+    assert waste == sorted(waste)
+    tables = [row["table_bytes"] for row in rows]
+    assert tables == sorted(tables, reverse=True)
+    assert "unused slots" in plan(config, *arguments).stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpager.replay.report import PLOTS, find_browser
+from kvpager.replay.report import PLOTS, find_browser, write_plots
 
 from .commands import run, write_lines
 
@@ -85,9 +85,9 @@ def test_screenshot_has_ink_on_a_page_of_the_scheme(page: Path, tmp_path: Path, 
     assert picture.stat().st_size > 20_000, "an empty page compresses to a few kilobytes"
 
 
-def test_png_directory_gets_one_picture_a_plot(tmp_path: Path) -> None:
+def test_png_directory_gets_one_picture_a_plot(page: Path, tmp_path: Path) -> None:
     if find_browser() is None:
         pytest.skip("no Chromium: install the distribution's package to take pictures of the plots")
-    done = run("generate:chat", "--requests", 50, "--png", tmp_path / "plots")
-    assert done.returncode == 0, done.stderr
-    assert {file.stem for file in (tmp_path / "plots").iterdir()} == set(PLOTS)
+    pictures = write_plots(page, tmp_path / "plots", plots=("memory", "latency"))
+    assert [picture.stem for picture in pictures] == ["memory", "latency"]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)

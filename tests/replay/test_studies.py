@@ -40,6 +40,7 @@ def test_tenants_by_share_get_their_share_and_their_own_figures() -> None:
     counts = {tenant["tenant"]: tenant["finished"] for tenant in run["tenants"]}
     assert sum(counts.values()) == 400
     assert counts["chat"] == pytest.approx(300, abs=40)
+    assert run["fairness"] == pytest.approx(16 / 20, abs=0.08), "three to one"
     assert all(tenant["latency"]["time_to_first_token"]["p99"] > 0 for tenant in run["tenants"])
 
 

@@ -11,6 +11,8 @@ import typer
 from kvpager.cli.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kvpager._core import Budget, KvGeometry
 
 __all__ = ["plan", "register"]
@@ -60,6 +62,9 @@ def plan(
     runtime: Size = None,
     graphs: Size = None,
     safety_margin: Size = None,
+    lengths: Annotated[
+        str | None, typer.Option(metavar="TRACE", help="Compare block sizes on the lengths of a trace.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what fits on a device, part by part: every number is given, estimated (and marked so) or measured.
@@ -97,6 +102,12 @@ def plan(
     result = _result(geometry, budget, block_size=block_size, max_batch_tokens=max_batch_tokens)
     if from_files is not None:
         result["budget_note"]["weights"] = files.weight_source
+    if lengths is not None:
+        from kvpager.block_sizes import compare_block_sizes
+
+        cache = result["budget"]["cache"]
+        rows = compare_block_sizes(geometry, lengths, cache_bytes=cache, max_running=max_running)
+        result["block_sizes"] = rows
     if as_json:
         typer.echo(json.dumps(result))
     else:
@@ -152,6 +163,21 @@ def _result(
         "full_length_request": request,
         "notes": geometry.notes,
     }
+
+
+def _block_sizes(rows: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table("block size", "blocks", "unused slots", "entries a request", "tables", box=None)
+    for row in rows:
+        table.add_row(
+            str(row["block_size"]),
+            f"{row['num_blocks']:,}",
+            f"{row['internal_waste']:.2%}",
+            f"{row['table_entries']:,.0f}",
+            format_bytes(row["table_bytes"]),
+        )
+    return table
 
 
 _COLOURS = {
@@ -219,6 +245,8 @@ def _print(result: dict[str, Any]) -> None:
             f"{request['requests_that_fit']:,} requests of the full {request['tokens']:,} tokens "
             f"({request['blocks']:,} blocks each)"
         )
+    if "block_sizes" in result:
+        console.print(_block_sizes(result["block_sizes"]))
     for note in result["notes"]:
         console.print(f"Note: {escape(note)}")
 

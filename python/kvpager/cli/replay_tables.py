@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvpager.replay.run import RunSettings
+from kvpager.replay.run import RunSettings, served_tokens
 from kvpager.replay.trace import Trace
 
 __all__ = ["print_runs", "print_search"]
@@ -48,6 +48,8 @@ def print_runs(runs: list[Run], trace: Trace, settings: RunSettings) -> None:
     if not sequential:
         for run in runs:
             console.print(_latency_table(run))
+            if len(run["tenants"]) > 1:
+                console.print(_tenant_table(run))
     for run in runs:
         if run["interrupted"]:
             console.print("Interrupted: the figures are of what had run.")
@@ -169,4 +171,20 @@ def _latency_table(run: Run) -> Table:
             if values["count"]:
                 shown = (f"{values[key]:.4g}" for key in ("p50", "p90", "p99", "p999", "max"))
                 table.add_row(title, label, f"{values['count']:,}", *shown)
+    return table
+
+
+def _tenant_table(run: Run) -> Table:
+    """What each tenant got, and how evenly: Jain's index of served tokens is 1 when all got the same."""
+    names = ("tenant", "finished", "served tokens", "hit rate", "first token p50 / p99 / max, s")
+    title = f"{_title(run)}: tenants, Jain's index {run['fairness']:.3f}"
+    table = Table(*names, title=title, title_justify="left", box=None)
+    for tenant in run["tenants"]:
+        table.add_row(
+            escape(tenant["tenant"]),
+            f"{tenant['finished']:,}",
+            f"{served_tokens(tenant):,}",
+            _rate(tenant["hit_tokens"], tenant["prompt_tokens"]),
+            _quantiles(tenant["latency"]["time_to_first_token"], "p50", "p99", "max"),
+        )
     return table

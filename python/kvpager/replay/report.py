@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,13 @@ def find_browser() -> str | None:
     return next((path for name in _BROWSERS if (path := shutil.which(name))), None)
 
 
-def write_plots(report: Path, directory: Path) -> list[Path]:
+def write_plots(report: Path, directory: Path, *, plots: Sequence[str] = PLOTS) -> list[Path]:
     """Takes a picture of each plot of a page, with a headless Chromium.
 
     Args:
         report: the page.
         directory: where the pictures go; made if it is not there.
+        plots: which of them.
 
     Raises:
         MissingDependencyError: without a Chromium.
@@ -95,7 +97,7 @@ def write_plots(report: Path, directory: Path) -> list[Path]:
         )
     directory.mkdir(parents=True, exist_ok=True)
     pictures = []
-    for plot in PLOTS:
+    for plot in plots:
         picture = directory / f"{plot}.png"
         with tempfile.TemporaryDirectory() as profile:
             command = [

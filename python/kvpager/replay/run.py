@@ -14,7 +14,7 @@ from kvpager.replay.columns import Columns
 from kvpager.replay.trace import Trace
 from kvpager.replay.transforms import limited
 
-__all__ = ["STEP_TIMES", "RunSettings", "run_oracle", "run_replay", "run_sequential"]
+__all__ = ["STEP_TIMES", "RunSettings", "run_oracle", "run_replay", "run_sequential", "served_tokens"]
 
 StepTimes = tuple[float, float, float, float]
 """Seconds: shortest step, a batch token, a context token, a swapped block."""
@@ -158,9 +158,21 @@ def run_replay(
         "skipped_lines": trace.bad.count,
         "interrupted": not finished,
         "oracle_time": None,
+        "fairness": _jain([served_tokens(tenant) for tenant in result["tenants"]]),
         "wall_time": time.perf_counter() - began,
     }
     return result
+
+
+def served_tokens(tenant: dict[str, Any]) -> int:
+    """Tokens that were computed for a tenant's finished requests."""
+    return int(tenant["prompt_tokens"] - tenant["hit_tokens"] + tenant["output_tokens"])
+
+
+def _jain(shares: list[int]) -> float:
+    """Jain's index: 1 when all are equal, 1 / n when one has everything."""
+    squares = sum(share * share for share in shares)
+    return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
 
 
 def run_sequential(
