@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RUST_SOURCES := $(shell find rust cuda -type f -not -path '*/target/*' 2>/dev/null)
 SANITIZED := RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer"
 
-.PHONY: help setup run test test-rust test-python lint format bench reproduce wheel clean test-emulator
+.PHONY: help setup run test test-rust test-python lint format bench reproduce wheel clean test-emulator test-gpu bench-gpu
 .DEFAULT_GOAL := help
 
 help: ## List the targets.
@@ -43,6 +43,12 @@ test-python: setup ## Python tests.
 
 test-emulator: setup ## The CUDA kernels compiled for the CPU: numerics, sanitizers, planted faults; then NVRTC.
 	$(BIN)/python -m pytest tests/emulator tests/kernels
+
+test-gpu: setup ## The kernels on a CUDA device; skips with the reason where there is none.
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
+bench-gpu: setup ## GPU attention beside copy bandwidth, matmul and torch; writes benches/results/gpu.md.
+	$(BIN)/python benches/gpu/attention.py
 
 lint: setup ## Formatters and linters, as errors.
 	cargo fmt --all --check

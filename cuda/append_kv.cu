@@ -1,6 +1,7 @@
 // Writes new keys and values into their slots (reshape_and_cache), quantising where the cache is 8-bit.
 //
-// Idea: one warp takes one head vector of one token, 8 elements a lane. A slot of -1 skips the token.
+// Idea: one warp takes one head vector of one token, 8 elements a lane and round. A slot of -1 skips the
+// token.
 // Grid: x warps over tokens x KV heads, y 0 for keys and 1 for values. No shared memory.
 // 8-bit floats: divided by the scale (a scalar or one a head) and saturated. int8: the warp takes the vector's
 // largest magnitude, stores it / 127 as the scale of this token and head, and rounds to nearest.
@@ -60,14 +61,17 @@ __global__ void __launch_bounds__(kAppendThreads) append_kv(const KV_GRID_CONSTA
   const long long block = slot >> p.block_shift;
   const int in_block = static_cast<int>(slot & ((1 << p.block_shift) - 1));
 
-  float values[8] = {};
-  if (lane * 8 < p.head_dim)
-    load_as(side.from, token * side.token_stride + head * side.head_stride + lane * 8, p.dtype, values);
+  const long long from = token * side.token_stride + head * side.head_stride;
   float scale = side.scale_value;
   if constexpr (IsInt8<KV>::value) {
     float largest = 0.f;
+#pragma unroll 1
+    for (int dim = lane * 8; dim < p.head_dim; dim += 256) {
+      float values[8];
+      load_as(side.from, from + dim, p.dtype, values);
 #pragma unroll
-    for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(values[i]));
+      for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(values[i]));
+    }
     largest = max_over_lanes<32>(largest);
     scale = largest > 0.f ? largest / 127.f : 1.f;
     if (lane == 0)
@@ -76,11 +80,14 @@ __global__ void __launch_bounds__(kAppendThreads) append_kv(const KV_GRID_CONSTA
   } else if constexpr (sizeof(KV) == 1) {
     if (side.scale != nullptr) scale *= side.scale[head * side.scale_head_stride];
   }
-  if (lane * 8 < p.head_dim)
-    store8(static_cast<KV*>(side.cache) +
-               cache_offset(block, in_block, head, side.block_stride, side.slot_stride, side.cache_head_stride) +
-               lane * 8,
-           values, scale);
+  KV* to = static_cast<KV*>(side.cache) +
+           cache_offset(block, in_block, head, side.block_stride, side.slot_stride, side.cache_head_stride);
+#pragma unroll 1
+  for (int dim = lane * 8; dim < p.head_dim; dim += 256) {
+    float values[8];
+    load_as(side.from, from + dim, p.dtype, values);
+    store8(to + dim, values, scale);
+  }
 }
 
 }  // namespace kvpager

@@ -951,6 +951,7 @@ def _instruction_sets() -> list[str]: ...
 def _split_plan(
     query_start: object,
     context_lens: object,
+    kv_starts: object,
     work: object,
     merges: object,
     *,

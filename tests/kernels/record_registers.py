@@ -2,12 +2,13 @@
 
 Run it after a change of the kernels that is meant to change their registers:
 
-    cd tests && ../.venv/bin/python -m kernels.record_registers
+    cd tests && ../.venv/bin/python -m kernels.record_registers [KERNEL ...]
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,8 @@ from .nvrtc import ARCHITECTURES, compile_kernels
 HERE = Path(__file__).resolve().parent
 BOUNDS = HERE / "registers.json"
 SOURCES = HERE.parent.parent / "cuda"
+GROUP = 4
+"""Instantiations compiled together: they share the parsing of headers."""
 
 
 def by_source() -> dict[str, list[str]]:
@@ -29,29 +32,29 @@ def by_source() -> dict[str, list[str]]:
     return dict(found)
 
 
-def main() -> None:
-    """Compiles everything for every architecture and writes the file."""
-    jobs = [
-        (kernel, name, arch)
+def main(only: list[str]) -> None:
+    """Compiles what is asked for, for every architecture, and writes the file; the other lines stay."""
+    groups = [
+        (kernel, names[i : i + GROUP], arch)
         for kernel, names in by_source().items()
-        for name in names
+        for i in range(0, len(names), GROUP)
         for arch in ARCHITECTURES
+        if not only or kernel in only
     ]
-
-    def measure(job: tuple[str, str, str]) -> tuple[str, str, int, int]:
-        kernel, name, arch = job
-        resources = compile_kernels(SOURCES / f"{kernel}.cu", [name], arch)[name]
-        return name, arch, resources.registers, resources.spill_bytes
-
     table: dict[str, dict[str, int]] = defaultdict(dict)
+    if only:
+        table |= json.loads(BOUNDS.read_text(encoding="utf-8"))
     with ThreadPoolExecutor(2) as pool:
-        for name, arch, registers, spills in pool.map(measure, jobs):
-            table[name][arch] = registers
-            if spills:
-                print(f"{name} {arch}: {spills} bytes spilled")
-    BOUNDS.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    print(f"{len(table)} instantiations")
+        results = pool.map(lambda group: compile_kernels(SOURCES / f"{group[0]}.cu", *group[1:]), groups)
+        for (_, _, arch), resources in zip(groups, results, strict=True):
+            for name, used in resources.items():
+                table.setdefault(name, {})[arch] = used.registers
+                if used.spill_bytes:
+                    print(f"{name} {arch}: {used.spill_bytes} bytes spilled")
+    ordered = {item.name: table[item.name] for item in all_instantiations() if item.name in table}
+    BOUNDS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(ordered)} instantiations")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -120,9 +120,13 @@ class AttentionCall:
         """Query heads of one KV head."""
         return self.query.shape[1] // self.k_cache.shape[2]
 
+    def check(self) -> None:
+        """Refuses shapes, dtypes and options that do not fit each other."""
+        _check_attention(self)
+
     def kernels(self) -> tuple[manifest.KernelClass, ...]:
         """The kernels that serve this call, by rows a sequence; refuses what none serves."""
-        _check_attention(self)
+        self.check()
         return manifest.choose_attention(
             kv_dtype=self.k_cache.dtype,
             query_dtype=self.query.dtype,
@@ -210,9 +214,23 @@ def _check_attention(call: AttentionCall) -> None:
         _check_ints("table_rows", call.table_rows, "int32", 1, sequences)
     elif call.block_tables.shape[0] < sequences:
         raise _fail(f"block_tables has {call.block_tables.shape[0]} rows for {sequences} sequences")
+    if call.v_cache.shape[3] != head_dim:
+        _check_latent(call)
     _check_head_values("alibi_slopes", call.alibi_slopes, q_heads)
     _check_head_values("sinks", call.sinks, q_heads)
     _check_features(call)
+
+
+def _check_latent(call: AttentionCall) -> None:
+    """Values that are shorter than keys are the front of the same rows, with none of the extra features."""
+    same = (call.k_cache.pointer, call.k_cache.strides) == (call.v_cache.pointer, call.v_cache.strides)
+    if not same or call.k_cache.shape[2] != 1:
+        raise _fail(
+            f"keys of {call.k_cache.shape[3]} with value heads of {call.v_cache.shape[3]} elements: "
+            "only a latent cache has a kernel, where values are the front of the keys of one head"
+        )
+    if call.alibi_slopes is not None:
+        raise _fail("ALiBi has no kernel for latent caches")
 
 
 def _check_features(call: AttentionCall) -> None:
@@ -356,11 +374,27 @@ def tail_launches(call: AttentionCall) -> list[Launch]:
     return [Launch(Instantiation("zero_tail", "kvpager::zero_tail"), grid, 128, 0, arguments)]
 
 
+def _check_append(key: ArrayView, value: ArrayView, k_cache: ArrayView, v_cache: ArrayView) -> None:
+    for name, new, cache in (("key", key, k_cache), ("value", value, v_cache)):
+        _check_rows(name, new, 3)
+        if new.shape[1:] != cache.shape[2:]:
+            raise _fail(f"{name} is {new.shape}, the cache has heads of {cache.shape[2:]}")
+    if key.shape != value.shape or key.dtype != value.dtype or key.dtype not in manifest.DTYPE_CODES:
+        raise _fail(
+            f"key {key.shape} {key.dtype} and value {value.shape} {value.dtype} must be alike, "
+            "fp32, fp16 or bf16"
+        )
+    if k_cache.dtype not in manifest.KV_TYPES:
+        raise _fail(f"no kernel for a cache of {k_cache.dtype}; there are {', '.join(manifest.KV_TYPES)}")
+    if key.shape[2] % 8 or key.shape[2] > 1024:
+        raise _fail(f"head_dim must be a multiple of 8 up to 1024, is {key.shape[2]}")
+
+
 def append_launches(
     key: ArrayView,
-    value: ArrayView,
+    value: ArrayView | None,
     k_cache: ArrayView,
-    v_cache: ArrayView,
+    v_cache: ArrayView | None,
     slot_mapping: ArrayView,
     *,
     k_scale: ArrayView | float | None = None,
@@ -370,7 +404,7 @@ def append_launches(
 
     Args:
         key: [num_tokens, num_kv_heads, head_dim], fp32, fp16 or bf16.
-        value: the same.
+        value: the same; None with `v_cache` None for a latent cache.
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
         v_cache: the same.
         slot_mapping: int64 [num_tokens]; -1 skips the token.
@@ -383,28 +417,19 @@ def append_launches(
     Raises:
         InvalidArgumentError: Shapes, dtypes, strides or scales do not fit.
     """
+    if (value is None) != (v_cache is None):
+        raise _fail("value and v_cache must both be given or both be None")
+    sides = 1 if value is None else 2
+    if value is None or v_cache is None:
+        value, v_cache, v_scale = key, k_cache, k_scale
     shift = _check_cache(k_cache, v_cache)
-    for name, new, cache in (("key", key, k_cache), ("value", value, v_cache)):
-        _check_rows(name, new, 3)
-        if new.shape[1:] != cache.shape[2:]:
-            raise _fail(f"{name} is {new.shape}, the cache has heads of {cache.shape[2:]}")
-    if key.shape != value.shape or key.dtype != value.dtype or key.dtype not in manifest.DTYPE_CODES:
-        raise _fail(
-            f"key {key.shape} {key.dtype} and value {value.shape} {value.dtype} must be alike, "
-            "fp32, fp16 or bf16"
-        )
-    if k_cache.dtype not in manifest.KV_TYPES:
-        raise _fail(f"no kernel for a cache of {k_cache.dtype}; there are {', '.join(manifest.KV_TYPES)}")
-    if key.shape[2] % 8 or key.shape[2] > 256:
-        raise _fail(f"head_dim must be a multiple of 8 up to 256, is {key.shape[2]}")
+    _check_append(key, value, k_cache, v_cache)
     tokens, heads, head_dim = key.shape
     _check_ints("slot_mapping", slot_mapping, "int64", 1, tokens)
+    k_resolved = _resolve_scale("k_scale", k_scale, k_cache)
+    v_resolved = _resolve_scale("v_scale", v_scale, v_cache)
     if tokens == 0:
         return []
-    k_resolved, v_resolved = (
-        _resolve_scale("k_scale", k_scale, k_cache),
-        _resolve_scale("v_scale", v_scale, v_cache),
-    )
     arguments = params.pack(
         params.APPEND,
         key=key.pointer,
@@ -429,7 +454,8 @@ def append_launches(
         **_cache_strides(k_cache, v_cache),
         **_scale_strides(k_resolved, v_resolved),
     )
-    return [Launch(manifest.append_kernel(k_cache.dtype), (-(-tokens * heads // 4), 2, 1), 128, 0, arguments)]
+    grid = (-(-tokens * heads // 4), sides, 1)
+    return [Launch(manifest.append_kernel(k_cache.dtype), grid, 128, 0, arguments)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,24 +473,22 @@ class _Rows:
 
 
 def _as_rows(name: str, view: ArrayView) -> _Rows:
-    """Reads [num_blocks, block_size, num_kv_heads(, head_dim)] as rows of bytes."""
-    if len(view.shape) not in (3, 4):
-        raise _fail(f"{name} must have 3 or 4 dimensions, has {len(view.shape)}")
-    dense = len(view.shape) == 4
-    if dense and view.shape[3] > 1 and view.strides[3] != 1:
-        raise _fail(f"{name} must be contiguous in its last dimension, has stride {view.strides[3]}")
+    """Reads an array of blocks, [num_blocks, ...] with up to 4 dimensions, as rows of bytes."""
+    if not 1 <= len(view.shape) <= 4:
+        raise _fail(f"{name} must have 1 to 4 dimensions, has {len(view.shape)}")
+    shape, strides = list(view.shape), list(view.strides)
+    dense = len(shape) > 1 and (shape[-1] <= 1 or strides[-1] == 1)
+    row = shape.pop() if dense else 1
+    if dense:
+        strides.pop()
+    if len(shape) > 3:
+        raise _fail(f"{name} must be contiguous in its last dimension, has stride {strides[-1]}")
+    while len(shape) < 3:  # missing axes have one entry
+        shape.insert(1, 1)
+        strides.insert(1, 0)
     size = view.itemsize
-    block_bytes, slot_bytes, head_bytes = (stride * size for stride in view.strides[:3])
-    return _Rows(
-        view.pointer,
-        view.shape[0],
-        view.shape[1],
-        view.shape[2],
-        view.shape[3] * size if dense else size,
-        block_bytes,
-        slot_bytes,
-        head_bytes,
-    )
+    block_bytes, slot_bytes, head_bytes = (stride * size for stride in strides)
+    return _Rows(view.pointer, shape[0], shape[1], shape[2], row * size, block_bytes, slot_bytes, head_bytes)
 
 
 def _block_launches(

@@ -22,6 +22,7 @@ __all__ = [
     "choose_attention",
     "decode_kernel",
     "merge_splits_kernel",
+    "mla_kernel",
     "prefill_kernel",
     "word_type",
 ]
@@ -123,6 +124,15 @@ def prefill_kernel(kv_dtype: str, query_dtype: str, head_dim: int, row_warps: in
     )
 
 
+def mla_kernel(dtype: str) -> AttentionKernel:
+    """The kernel for a latent cache of 512 + 64 elements a row."""
+    row_bytes = (MLA_LATENT_DIM + MLA_ROPE_DIM + 8) * 2
+    shared = 2 * 32 * row_bytes + 16 * row_bytes + 16 * 40 * 2 + 2 * 4 * 16 * 4
+    return AttentionKernel(
+        Instantiation("mla_decode", f"kvpager::mla_decode<{KV_TYPES[dtype]}>"), 16, 128, shared
+    )
+
+
 def append_kernel(kv_dtype: str) -> Instantiation:
     """The kernel that writes new keys and values into a cache of this dtype."""
     return Instantiation("append_kv", f"kvpager::append_kv<{KV_TYPES[kv_dtype]}>")
@@ -155,6 +165,7 @@ def all_instantiations() -> list[Instantiation]:
     for kv, rows in _DECODE_ROWS.items():
         found += [decode_kernel(kv, dim, count).instantiation for dim in HEAD_DIMS for count in rows]
     for query in _WIDE:
+        found.append(mla_kernel(query).instantiation)
         found += [
             prefill_kernel(query, query, dim, warps).instantiation for dim in HEAD_DIMS for warps in (1, 4)
         ]
@@ -188,6 +199,10 @@ def choose_attention(
         raise _refuse("a cache of", kv_dtype, KV_TYPES)
     if query_dtype not in DTYPE_CODES:
         raise _refuse("queries of", query_dtype, DTYPE_CODES)
+    if (head_dim, value_dim) == (MLA_LATENT_DIM + MLA_ROPE_DIM, MLA_LATENT_DIM):
+        if kv_dtype not in _WIDE or query_dtype != kv_dtype:
+            raise _refuse("a latent cache of", f"{kv_dtype} with queries of {query_dtype}", _WIDE)
+        return (KernelClass(mla_kernel(kv_dtype), 0, ANY_ROWS),)
     if head_dim not in HEAD_DIMS:
         raise _refuse("head_dim", head_dim, HEAD_DIMS)
     if value_dim not in (None, head_dim):

@@ -39,6 +39,7 @@ class HostPlan:
     counts: npt.NDArray[np.int32]
     work: npt.NDArray[np.int32]
     merges: npt.NDArray[np.int32]
+    num_partials: int
 
 
 def plan_room(
@@ -87,6 +88,7 @@ def plan_class(
     causal: bool,
     target_blocks: int,
     room: PlanRoom,
+    kv_starts: npt.NDArray[np.int32] | None = None,
     min_chunk: int = MIN_CHUNK,
     allocate: Callable[..., Any] = np.zeros,
 ) -> HostPlan:
@@ -102,6 +104,7 @@ def plan_class(
         causal: whether a row sees only positions up to its own.
         target_blocks: thread blocks that fill the device.
         room: what the arrays hold.
+        kv_starts: int32 [num_sequences], positions to leave out at the front of each; None: none.
         min_chunk: shortest chunk.
         allocate: makes the host arrays, e.g. in pinned memory; called with a shape and a dtype.
 
@@ -114,9 +117,10 @@ def plan_class(
     counts = allocate(2, np.int32)
     work = allocate((room.work, 8), np.int32)
     merges = allocate((room.merges, 4), np.int32)
-    num_work, num_merges, _ = _core._split_plan(
+    num_work, num_merges, num_partials = _core._split_plan(
         query_start,
         context_lens,
+        kv_starts,
         work.reshape(-1),
         merges.reshape(-1),
         group=group,
@@ -130,7 +134,7 @@ def plan_class(
         min_chunk=min_chunk,
     )
     counts[:] = (num_work, num_merges)
-    return HostPlan(counts, work, merges)
+    return HostPlan(counts, work, merges, num_partials)
 
 
 def view_of(

@@ -31,6 +31,7 @@ __all__ = [
     "cuda_status",
     "launch",
     "load_cupy",
+    "require_device",
     "source_dir",
     "source_text",
 ]
@@ -96,6 +97,16 @@ def _require_device(cupy: Any) -> int:
         if any(name in str(error) for name in _NO_DEVICE):
             raise NoDeviceError(f"no CUDA device can be used: {error}") from error
         raise
+
+
+def require_device() -> int:
+    """The current device's number.
+
+    Raises:
+        MissingDependencyError: CuPy is missing.
+        NoDeviceError: There is no usable driver or device.
+    """
+    return _require_device(load_cupy())
 
 
 def compile_options(folder: Path, *, debug: bool = False) -> tuple[str, ...]:

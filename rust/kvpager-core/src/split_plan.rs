@@ -125,8 +125,25 @@ impl SplitPlan {
     /// # Complexity
     /// Linear in the work items.
     pub fn new(query_start: &[i32], context_lens: &[i32], shape: &PlanShape) -> Result<Self> {
+        Self::from_positions(query_start, context_lens, None, shape)
+    }
+
+    /// [`SplitPlan::new`] that leaves out the first positions of each sequence: `kv_starts[i]` of sequence
+    /// `i`, attended elsewhere (a shared prefix).
+    ///
+    /// # Errors
+    /// As [`SplitPlan::new`].
+    pub fn from_positions(
+        query_start: &[i32],
+        context_lens: &[i32],
+        kv_starts: Option<&[i32]>,
+        shape: &PlanShape,
+    ) -> Result<Self> {
         shape.validate()?;
-        let tiles = tiles(query_start, context_lens, shape)?;
+        let mut tiles = tiles(query_start, context_lens, shape)?;
+        if let Some(starts) = kv_starts {
+            leave_out(&mut tiles, context_lens, starts)?;
+        }
         let chunk = chunk_length(&tiles, shape);
         let mut plan = Self::default();
         for tile in &tiles {
@@ -199,6 +216,22 @@ fn tiles(query_start: &[i32], context_lens: &[i32], shape: &PlanShape) -> Result
     Ok(tiles)
 }
 
+/// Moves the first position of each tile to its sequence's start.
+fn leave_out(tiles: &mut [Tile], context_lens: &[i32], starts: &[i32]) -> Result<()> {
+    if starts.len() != context_lens.len() || starts.iter().any(|&start| start < 0) {
+        return Err(Error::invalid(format!(
+            "kv_starts must hold {} positions, none negative; it has {}",
+            context_lens.len(),
+            starts.len()
+        )));
+    }
+    for tile in tiles {
+        let start = starts[tile.sequence as usize] as u32;
+        tile.begin = tile.begin.max(start).min(tile.end);
+    }
+    Ok(())
+}
+
 /// The chunk length that makes about `target_blocks` thread blocks, if the tiles alone do not.
 fn chunk_length(tiles: &[Tile], shape: &PlanShape) -> u64 {
     let total: u64 = tiles.iter().map(|tile| u64::from(tile.end - tile.begin)).sum();
@@ -239,6 +272,15 @@ mod tests {
         let plan = SplitPlan::new(&[0, 1, 1, 1], &[5, 0, 0], &shape(1, 1)).expect("valid");
         assert_eq!(plan.work.len(), 1);
         assert_eq!(SplitPlan::new(&[0], &[], &shape(1, 1)).expect("valid"), SplitPlan::default());
+    }
+
+    #[test]
+    fn positions_before_a_sequences_start_are_left_out() {
+        let plan =
+            SplitPlan::from_positions(&[0, 1, 2], &[100, 40], Some(&[64, 64]), &shape(1, 1)).expect("valid");
+        let spans: Vec<_> = plan.work.iter().map(|w| (w.kv_begin, w.kv_end)).collect();
+        assert_eq!(spans, [(64, 100), (40, 40)]);
+        assert!(SplitPlan::from_positions(&[0, 1], &[5], Some(&[]), &shape(1, 1)).is_err());
     }
 
     #[test]

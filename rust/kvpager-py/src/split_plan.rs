@@ -22,13 +22,14 @@ fn fill(target: &mut PyReadwriteArray1<'_, i32>, name: &str, words: &[i32]) -> P
 
 /// Plans attention work; see `_core.pyi`.
 #[pyfunction]
-#[pyo3(signature = (query_start, context_lens, work, merges, *, group, tile_rows, num_kv_heads, window, causal,
+#[pyo3(signature = (query_start, context_lens, kv_starts, work, merges, *, group, tile_rows, num_kv_heads, window, causal,
                     rows_above, rows_up_to, target_blocks, min_chunk))]
 #[expect(clippy::too_many_arguments, reason = "keyword-only mirror of PlanShape")]
 fn _split_plan(
     py: Python<'_>,
     query_start: &Bound<'_, PyAny>,
     context_lens: &Bound<'_, PyAny>,
+    kv_starts: Option<&Bound<'_, PyAny>>,
     mut work: PyReadwriteArray1<'_, i32>,
     mut merges: PyReadwriteArray1<'_, i32>,
     group: u32,
@@ -54,7 +55,10 @@ fn _split_plan(
     };
     let query_start = read_ints::<i32>(query_start, "query_start")?;
     let context_lens = read_ints::<i32>(context_lens, "context_lens")?;
-    let plan = py.detach(|| SplitPlan::new(&query_start, &context_lens, &shape)).py()?;
+    let kv_starts = kv_starts.map(|starts| read_ints::<i32>(starts, "kv_starts")).transpose()?;
+    let plan = py
+        .detach(|| SplitPlan::from_positions(&query_start, &context_lens, kv_starts.as_deref(), &shape))
+        .py()?;
     let work_words: Vec<i32> = plan
         .work
         .iter()
