@@ -166,10 +166,10 @@ impl<'a> StripRun<'a> {
         }
     }
 
-    /// Addresses of the rows from position `first` to the next multiple of [`TILE`], or to `end`.
+    /// Addresses of the rows from position `first` to the next multiple of the tile's length, or to `end`.
     fn look_up(&self, first: usize, end: usize) -> TileRows {
         let (checked, request) = (self.call.checked, self.call.checked.request);
-        let end = end.min((first / TILE + 1) * TILE);
+        let end = end.min((first / self.shape.tile + 1) * self.shape.tile);
         let mut tile = TileRows {
             first,
             num_keys: end - first,
