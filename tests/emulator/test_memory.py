@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpager.attention import _launch as launch
+from kvpager.attention import _memory_launch as launch
 from kvpager.errors import InvalidArgumentError
 
 from . import run as emulator

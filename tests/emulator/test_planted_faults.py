@@ -165,7 +165,7 @@ def test_a_stage_refilled_too_early_is_a_race() -> None:
 
 
 def _merge_in_place() -> tuple[list[Any], list[Any]]:
-    from kvpager.attention._launch import merge_states_launches
+    from kvpager.attention._memory_launch import merge_states_launches
 
     rng = np.random.default_rng(1)
     outs = [rng.standard_normal((3, 2, 64)).astype(np.float32) for _ in range(2)]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpager.attention import _launch, kernels
+from kvpager.attention import _memory_launch, kernels
 from kvpager.attention._cascade import cut_cascade
 from kvpager.attention._device_plan import AttentionPlan
 from kvpager.attention._launch import ArrayView, AttentionCall
@@ -138,7 +138,7 @@ def append_kv(
     with _stream(k_cache):
         _check_ids("slot_mapping", slot_mapping, -1, k_cache.shape[0] * k_cache.shape[1])
         slots = _on_device(slot_mapping, np.int64)
-        launches = _launch.append_launches(
+        launches = _memory_launch.append_launches(
             view(key),
             _optional(value),
             view(k_cache, kv_dtype),
@@ -303,7 +303,7 @@ def merge_states(
         result = _new(out_a, tuple(out_a.shape)) if out is None else out
         state = _new(lse_a, tuple(lse_a.shape)) if lse is None else lse
         views = (view(array) for array in (out_a, lse_a, out_b, lse_b, result, state))
-        kernels.launch(_launch.merge_states_launches(*views))
+        kernels.launch(_memory_launch.merge_states_launches(*views))
     return result, state
 
 
@@ -328,7 +328,7 @@ def copy_blocks(k_cache: Any, v_cache: Any, block_copies: Any) -> None:
         _check_ids("block_copies", block_copies, 0, k_cache.shape[0])
         pairs = _on_device(block_copies)
         caches = [view(cache) for cache in (k_cache, v_cache) if cache is not None]
-        launches = _launch.copy_launches(
+        launches = _memory_launch.copy_launches(
             caches,
             caches,
             from_ids=view(pairs[:, 0]),
@@ -343,7 +343,7 @@ def zero_blocks(cache: Any, block_ids: Any) -> None:
     with _stream(cache):
         _check_ids("block_ids", block_ids, 0, cache.shape[0])
         ids = _on_device(block_ids)
-        kernels.launch(_launch.zero_launches([view(cache)], view(ids)))
+        kernels.launch(_memory_launch.zero_launches([view(cache)], view(ids)))
 
 
 def gather_blocks(cache: Any, block_ids: Any, *, out: Any = None) -> Any:
@@ -354,7 +354,7 @@ def gather_blocks(cache: Any, block_ids: Any, *, out: Any = None) -> Any:
         count = int(ids.shape[0])
         result = _new(cache, (count, *cache.shape[1:])) if out is None else out
         _check_blocks("out", result, count, cache)
-        launches = _launch.copy_launches(
+        launches = _memory_launch.copy_launches(
             [view(cache)], [view(result)], from_ids=view(ids), to_ids=None, num_items=count
         )
         kernels.launch(launches)
@@ -368,7 +368,7 @@ def scatter_blocks(cache: Any, block_ids: Any, values: Any) -> None:
         ids = _on_device(block_ids)
         count = int(ids.shape[0])
         _check_blocks("values", values, count, cache)
-        launches = _launch.copy_launches(
+        launches = _memory_launch.copy_launches(
             [view(values)], [view(cache)], from_ids=None, to_ids=view(ids), num_items=count
         )
         kernels.launch(launches)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvpager.attention import _cupy, _launch, kernels
+from kvpager.attention import _cupy, _launch, _memory_launch, kernels
 from kvpager.errors import InvalidArgumentError
 
 __all__ = ["DeviceBlockTables", "last_changes"]
@@ -107,7 +107,7 @@ class DeviceBlockTables:
             slot = self._slots[self._next]
             self._next = (self._next + 1) % len(self._slots)
             slot.fill(log[start : start + room])
-            kernels.launch(_launch.delta_launches(_cupy.view(self.tables), slot.log, slot.count))
+            kernels.launch(_memory_launch.delta_launches(_cupy.view(self.tables), slot.log, slot.count))
             slot.launched()
 
 
