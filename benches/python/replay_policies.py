@@ -149,13 +149,28 @@ Mooncake conversation, blocks of 512, one request at a time.
 SPEED_HEAD = """
 ## Wall time of `kvpager replay`
 
+{streamed}
 The Mooncake trace (12,031 requests, 4.1 M output tokens) under `reserve`, seconds, start of Python included.
 
 | block size | median of 5 | best | worst |
 |---|---|---|---|"""
 
 
-def report(traces: Path, requests: int) -> Iterator[str]:
+def peak_mebibytes() -> float:
+    """Largest resident size of the commands so far."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+
+
+def streamed(requests: int) -> str:
+    options = ("--arrivals", "saturate", "--reuse", "off", "--no-oracle")
+    seconds = command_seconds("generate:short", "--requests", str(requests), *options)
+    return (
+        f"{requests:,} generated requests (`generate:short`) streamed through in {seconds:.1f} s with at "
+        f"most {peak_mebibytes():.0f} MiB resident.\n"
+    )
+
+
+def report(traces: Path, requests: int, stream: int) -> Iterator[str]:
     yield "# Replay: policies, eviction, speed\n"
     yield (
         f"`python benches/python/replay_policies.py --requests {requests}`; "
@@ -173,20 +188,20 @@ def report(traces: Path, requests: int) -> Iterator[str]:
     yield "| eviction | " + " | ".join(f"{share} %" for share in FOOTPRINT_BLOCKS) + " |"
     yield "|---|" + "---|" * len(FOOTPRINT_BLOCKS)
     yield from eviction_rows(traces)
-    yield SPEED_HEAD
+    yield SPEED_HEAD.format(streamed=streamed(stream))
     yield from speed_rows(traces)
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    yield f"\nLargest resident size of those commands: {peak:.0f} MiB."
+    yield f"\nLargest resident size of those commands: {peak_mebibytes():.0f} MiB."
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shared", type=Path, default=Path(os.environ.get("KVPAGER_SHARED", "../shared")))
     parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--stream", type=int, default=10_000_000, help="requests of the streaming row")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     lines = []
-    for line in report(options.shared / "traces", options.requests):
+    for line in report(options.shared / "traces", options.requests, options.stream):
         print(line, flush=True)
         lines.append(line)
     if options.out is not None:
