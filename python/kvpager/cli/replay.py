@@ -72,6 +72,12 @@ def replay(
     max_model_tokens: Annotated[int | None, typer.Option(min=1, max=1 << 24, help="Longest request.")] = None,
     max_prefill_chunk: Annotated[int, typer.Option(min=0, help="Longest prefill chunk; 0: the budget.")] = 0,
     hardware: Annotated[str, typer.Option(help="Preset of the step time.")] = "8b-hbm3",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="STEPS.csv", help="Fit the step time to measured tokens, context_tokens, seconds."
+        ),
+    ] = None,
     oracle: Annotated[bool, typer.Option(help="Compare with the clairvoyant schedule.")] = True,
     shuffle: Annotated[int | None, typer.Option(min=0, help="Seed of another order of the requests.")] = None,
     tenants: Annotated[
@@ -121,7 +127,7 @@ def replay(
         max_model_tokens=max_model_tokens or first.max_model_tokens,
         max_prefill_chunk=max_prefill_chunk,
         max_output_tokens=max_output_tokens or first.max_output_tokens,
-        step_time=STEP_TIMES[hardware],
+        step_time=STEP_TIMES[hardware] if calibrate is None else _calibrated(calibrate),
     )
     study = Study(
         source=trace,
@@ -140,6 +146,18 @@ def replay(
         _search(study, slo, find, as_json=as_json)
     else:
         _compare(study, first, report, png, as_json=as_json)
+
+
+def _calibrated(path: Path) -> tuple[float, float, float, float]:
+    from kvpager.replay.calibrate import calibrate
+
+    fit = calibrate(path)
+    typer.echo(
+        f"Step time fitted to {fit.steps} steps: {fit.median_error:.1%} off in the median, "
+        f"{fit.worst_error:.1%} at worst",
+        err=True,
+    )
+    return fit.step_time
 
 
 def _percents(text: str) -> tuple[float, ...]:
