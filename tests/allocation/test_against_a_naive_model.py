@@ -105,14 +105,14 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.references)
     @rule(data=st.data())
     def retain(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.lists(st.sampled_from(sorted(self.references)), max_size=5))
+        blocks = data.draw(st.lists(st.sampled_from(list(self.references)), max_size=5))
         self.pool.retain(blocks)
         self.references.update(blocks)
 
     @precondition(lambda self: self.references)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.lists(st.sampled_from(sorted(self.references)), max_size=40))
+        blocks = data.draw(st.lists(st.sampled_from(list(self.references)), max_size=40))
         if any(self.references[block] < count for block, count in Counter(blocks).items()):
             with pytest.raises(errors.InvalidHandleError):
                 self.pool.release(blocks)
@@ -131,7 +131,7 @@ class PoolMachine(RuleBasedStateMachine):
     def release_stale(self, data: st.DataObject) -> None:
         stale = data.draw(st.sampled_from(self.ended))
         live = (
-            data.draw(st.lists(st.sampled_from(sorted(self.references)), max_size=3))
+            data.draw(st.lists(st.sampled_from(list(self.references)), max_size=3))
             if self.references
             else []
         )

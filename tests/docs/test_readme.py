@@ -19,7 +19,7 @@ def test_the_embedding_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_command_of_the_readme_exists() -> None:
-    commands = set(re.findall(r"kvpager (\w+) ", README.read_text()))
+    commands = set(re.findall(r"bin/kvpager (\w+)", README.read_text()))
     assert {"generate", "replay", "plan"} <= commands
     for command in sorted(commands):
         run = subprocess.run(
