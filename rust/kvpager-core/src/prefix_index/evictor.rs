@@ -8,8 +8,8 @@
 //! Lock order: evictor, then a namespace's tree, then its order. Nobody who holds a namespace's lock waits
 //! for the evictor.
 
+use super::PrefixIndex;
 use super::isolation::Isolation;
-use super::namespace::Namespaces;
 use crate::block_pool::BlockPool;
 use crate::ids::{AccountId, BlockHandle, NamespaceId};
 use crossbeam_queue::SegQueue;
@@ -98,13 +98,8 @@ impl Evictor {
     }
 
     /// Evicts up to `num_blocks` in order of release, over the namespaces of whom it may; returns how many.
-    pub(super) fn evict(
-        &self,
-        pool: &BlockPool,
-        namespaces: &Namespaces,
-        whose: Whose,
-        num_blocks: usize,
-    ) -> usize {
+    pub(super) fn evict(&self, index: &PrefixIndex, whose: Whose, num_blocks: usize) -> usize {
+        let pool = &index.pool;
         let mut state = self.current();
         let mut fenced = Vec::new();
         let mut total = 0;
@@ -114,7 +109,7 @@ impl Evictor {
             let bound =
                 state.least_lane(pool, whose).map_or(u64::MAX, |(other, _)| state.lanes[other].bound());
             let wanted = (num_blocks - total).min(MAX_PIECE).min(allowance);
-            let look = state.take(pool, namespaces, NamespaceId(namespace), wanted, bound);
+            let look = state.take(index, NamespaceId(namespace), wanted, bound);
             total += look.num_blocks;
             match look.oldest {
                 Some(stamp) if look.is_fenced => fenced.push((lane, Reverse((stamp, namespace)))),
@@ -184,22 +179,15 @@ impl State {
     }
 
     /// Takes up to `wanted` blocks that were released at `bound` or before.
-    fn take(
-        &mut self,
-        pool: &BlockPool,
-        namespaces: &Namespaces,
-        id: NamespaceId,
-        wanted: usize,
-        bound: u64,
-    ) -> Look {
+    fn take(&mut self, index: &PrefixIndex, id: NamespaceId, wanted: usize, bound: u64) -> Look {
         let mut look = Look { num_blocks: 0, oldest: None, is_fenced: false };
-        let Ok(namespace) = namespaces.get(id) else { return look };
+        let Ok(namespace) = index.namespaces.get(id) else { return look };
         let mut tree = namespace.write_tree();
         let mut order = namespace.lock_order();
         self.taken.clear();
         while let Some((node, stamp)) = order.oldest(0) {
             look.oldest = Some(stamp);
-            look.is_fenced = order.is_fenced(stamp, |epoch| pool.epoch_closed(epoch));
+            look.is_fenced = order.is_fenced(stamp, |epoch| index.pool.epoch_closed(epoch));
             if stamp > bound || look.is_fenced || look.num_blocks == wanted {
                 break;
             }
@@ -211,8 +199,7 @@ impl State {
         if look.oldest.is_none() {
             order.is_queued = false;
         }
-        let evicted = pool.evict(&self.taken);
-        debug_assert!(evicted.is_ok(), "unheld blocks of the index can be evicted: {evicted:?}");
+        index.evicted(id, &self.taken);
         look
     }
 }

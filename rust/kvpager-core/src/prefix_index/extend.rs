@@ -106,7 +106,7 @@ impl PrefixIndex {
         };
         let new = &blocks[num_duplicates..];
         let new_tokens = &tokens[num_duplicates * self.config.block_size as usize..];
-        match self.append(&mut tree, &mut order, pin, new_tokens, new) {
+        match self.append(namespace, &mut tree, &mut order, pin, new_tokens, new) {
             Ok(()) => Ok(Extended { num_indexed: blocks.len(), num_duplicates }),
             Err(error) if num_duplicates == 0 => Err(error),
             Err(_) => Ok(Extended { num_indexed: num_duplicates, num_duplicates }),
@@ -155,6 +155,7 @@ impl PrefixIndex {
     /// Appends blocks that are not resident: in place if the pin is the only one on a leaf, else as a child.
     fn append(
         &self,
+        namespace: &Namespace,
         tree: &mut Tree,
         order: &mut Order,
         pin: &mut Pin,
@@ -169,6 +170,9 @@ impl PrefixIndex {
             // SAFETY: `tree` is borrowed exclusively from its lock; the pool has just accepted the block as
             // indexed, which it does once, so no tree has it.
             unsafe { self.arena.write_row(block.id(), row) };
+        }
+        if let Some(events) = &self.events {
+            events.stored((pin.namespace, namespace), tree, pin.node, blocks, tokens);
         }
         let num_blocks = blocks.len() as u32;
         let is_leaf = tree.is_live(pin.node) && tree.node(pin.node).num_children == 0;

@@ -13,6 +13,7 @@
 mod chain;
 mod child_hash;
 mod encoding;
+mod events;
 mod evictor;
 mod extend;
 mod fingerprint;
@@ -32,6 +33,7 @@ mod tree;
 mod value_evictor;
 
 pub use chain::{ChainPin, ScopeChain};
+pub use events::{Digest, Event, EventBatch, EventConfig, EventKind, Snapshot};
 pub use extend::Extended;
 pub use fingerprint::{Adapter, Fingerprint};
 pub use isolation::Isolation;
@@ -44,6 +46,7 @@ use crate::error::{Error, Result};
 use crate::ids::{AccountId, BlockHandle, NamespaceId};
 use crate::sync::{AtomicU64, Ordering};
 use child_hash::ChildHash;
+use events::Events;
 use evictor::{Evictor, Whose};
 use learned::Learner;
 use namespace::Namespaces;
@@ -98,6 +101,8 @@ pub struct PrefixIndex {
     clock: AtomicU64,
     /// There under the `learned` policy.
     learned: Option<Learned>,
+    /// The stream of events, if it is on.
+    events: Option<Events>,
     /// Key of the digests by which continuations are found. Random, never leaves the index.
     digest_key: [u8; 32],
 }
@@ -146,7 +151,45 @@ impl PrefixIndex {
     /// `InvalidArgument` if the block size is zero.
     pub fn new(pool: Arc<BlockPool>, config: IndexConfig) -> Result<Arc<Self>> {
         let hash = ChildHash::keyed(config.block_size as usize);
-        Self::with_hash(pool, config, hash)
+        Self::with_parts(pool, config, hash, None)
+    }
+
+    /// An index that tells followers what happens to it. Costs a digest a block inserted and 32 bytes a block.
+    ///
+    /// # Errors
+    /// As [`PrefixIndex::new`]; `InvalidArgument` for a buffer of no events.
+    pub fn with_events(pool: Arc<BlockPool>, config: IndexConfig, events: EventConfig) -> Result<Arc<Self>> {
+        if events.capacity == 0 {
+            return Err(Error::invalid("the event buffer must hold at least 1 event, holds 0"));
+        }
+        let events = Events::new(events, pool.num_blocks());
+        let hash = ChildHash::keyed(config.block_size as usize);
+        Self::with_parts(pool, config, hash, Some(events))
+    }
+
+    /// Takes up to `max_events` events, oldest first. None if the stream is off.
+    pub fn poll_events(&self, max_events: usize) -> EventBatch {
+        self.events.as_ref().map_or_else(EventBatch::default, |events| events.poll(max_events))
+    }
+
+    /// Everything that is matchable now, to start following from. Empty if the stream is off.
+    ///
+    /// # Concurrency
+    /// Keeps all writers waiting while it reads: for the start of a follower, not for every step.
+    #[must_use]
+    pub fn snapshot(&self) -> Snapshot {
+        let mut snapshot = Snapshot::default();
+        let Some(events) = &self.events else { return snapshot };
+        let ids = (0..self.namespaces.len()).map(NamespaceId);
+        let namespaces: Vec<_> = ids.filter_map(|id| Some((id, self.namespaces.get(id).ok()?))).collect();
+        // Every tree is read-locked before the number is read: no event is between the two. Nobody waits for a
+        // tree's lock while having another, so the order does not matter.
+        let trees: Vec<_> = namespaces.iter().map(|(_, namespace)| namespace.read_tree()).collect();
+        snapshot.next = events.next();
+        for (&(id, namespace), tree) in namespaces.iter().zip(&trees) {
+            events.describe(id, namespace, tree, &mut snapshot);
+        }
+        snapshot
     }
 
     /// An index whose internal hash is a constant. Every answer is the same, only slower: the tests' proof that
@@ -156,10 +199,15 @@ impl PrefixIndex {
     /// As [`PrefixIndex::new`].
     #[doc(hidden)]
     pub fn with_constant_hash(pool: Arc<BlockPool>, config: IndexConfig) -> Result<Arc<Self>> {
-        Self::with_hash(pool, config, ChildHash::Constant)
+        Self::with_parts(pool, config, ChildHash::Constant, None)
     }
 
-    fn with_hash(pool: Arc<BlockPool>, config: IndexConfig, hash: ChildHash) -> Result<Arc<Self>> {
+    fn with_parts(
+        pool: Arc<BlockPool>,
+        config: IndexConfig,
+        hash: ChildHash,
+        events: Option<Events>,
+    ) -> Result<Arc<Self>> {
         if config.block_size == 0 {
             return Err(Error::invalid("block_size must be at least 1, is 0"));
         }
@@ -177,6 +225,7 @@ impl PrefixIndex {
             evictor,
             clock,
             learned,
+            events,
             digest_key: random_key(),
         }))
     }
@@ -225,10 +274,10 @@ impl PrefixIndex {
     fn evict_of(&self, whose: Whose, num_blocks: u32) -> u32 {
         let num_blocks = num_blocks as usize;
         let evicted = match &self.learned {
-            None => self.evictor.evict(&self.pool, &self.namespaces, whose, num_blocks),
+            None => self.evictor.evict(self, whose, num_blocks),
             Some(learned) => {
                 let values = |account| lock(&learned.of(account)).values();
-                self.evictor.evict_by_value(&self.pool, &self.namespaces, whose, num_blocks, &values)
+                self.evictor.evict_by_value(self, whose, num_blocks, &values)
             }
         };
         evicted as u32
@@ -257,8 +306,11 @@ impl PrefixIndex {
         unsafe { View::new(&self.arena, &self.hash, self.config.block_size as usize) }
     }
 
-    /// Gives evicted blocks of a namespace back to the pool.
-    fn evicted(&self, _namespace: NamespaceId, blocks: &[BlockHandle]) {
+    /// Gives blocks that were taken out of a namespace back to the pool. The caller has its tree's lock.
+    fn evicted(&self, namespace: NamespaceId, blocks: &[BlockHandle]) {
+        if let Some(events) = &self.events {
+            events.removed(namespace, blocks);
+        }
         let evicted = self.pool.evict(blocks);
         debug_assert!(evicted.is_ok(), "unheld blocks of the index can be evicted: {evicted:?}");
     }

@@ -26,6 +26,8 @@ pub(super) struct Namespace {
     pub(super) scope: ShareScope,
     /// What must be equal, encoded.
     pub(super) fingerprint: Vec<u8>,
+    /// Scope and fingerprint, encoded.
+    pub(super) identity: Vec<u8>,
     /// How often everything was cut off. Changes under both locks.
     pub(super) num_purges: AtomicU32,
     tree: RwLock<Tree>,
@@ -36,6 +38,7 @@ impl Namespace {
     fn new(
         scope: &ShareScope,
         fingerprint: &Fingerprint,
+        identity: Vec<u8>,
         account: AccountId,
         learner: Option<Arc<Mutex<Learner>>>,
     ) -> Self {
@@ -45,6 +48,7 @@ impl Namespace {
             learner,
             scope: scope.clone(),
             fingerprint: fingerprint.to_bytes(),
+            identity,
             num_purges: AtomicU32::new(0),
             tree: RwLock::new(Tree::new()),
             order: Mutex::new(Order::new(num_classes)),
@@ -108,7 +112,7 @@ impl Namespaces {
         }
         let id =
             NamespaceId(u32::try_from(interned.len()).map_err(|_| Error::invalid("too many namespaces"))?);
-        self.cell(id).get_or_init(|| Namespace::new(scope, fingerprint, account, learner));
+        self.cell(id).get_or_init(|| Namespace::new(scope, fingerprint, identity.clone(), account, learner));
         interned.insert(identity, id);
         Ok(id)
     }

@@ -37,6 +37,9 @@ impl PrefixIndex {
     fn purge_namespace(&self, id: NamespaceId, namespace: &Namespace) -> usize {
         let mut tree = namespace.write_tree();
         let mut order = namespace.lock_order();
+        if let Some(events) = &self.events {
+            events.cleared(id, &tree);
+        }
         tree.detach_roots(&mut order);
         // Relaxed: written and read under the order's lock.
         namespace.num_purges.fetch_add(1, Ordering::Relaxed);

@@ -46,6 +46,11 @@ impl Tree {
         root == self.roots.current || self.roots.continuations.values().any(|&other| other == root)
     }
 
+    /// What a root continues, if it is that of a continuation.
+    pub(super) fn key_of(&self, root: u32) -> Option<PrefixKey> {
+        self.roots.continuations.iter().find(|&(_, &id)| id == root).map(|(key, _)| *key)
+    }
+
     /// Every root.
     pub(super) fn all_roots(&self) -> impl Iterator<Item = u32> + '_ {
         self.roots.all.iter().copied()

@@ -3,6 +3,7 @@
 //! Inside a class, value first rises and then falls with age, so the least is at one of its ends: the oldest
 //! leaf or the newest. Those two a class are looked at, once per call, and again where something changed.
 
+use super::PrefixIndex;
 use super::evictor::{Evictor, MAX_PIECE, State, Whose};
 use super::learned::{NUM_CLASSES, Values};
 use super::namespace::{Namespace, Namespaces};
@@ -27,12 +28,12 @@ impl Evictor {
     /// Evicts up to `num_blocks`, what is worth least first, of whom it may; returns how many were evicted.
     pub(super) fn evict_by_value(
         &self,
-        pool: &BlockPool,
-        namespaces: &Namespaces,
+        index: &PrefixIndex,
         whose: Whose,
         num_blocks: usize,
         values: &dyn Fn(AccountId) -> Values,
     ) -> usize {
+        let PrefixIndex { pool, namespaces, .. } = index;
         let mut state = self.current();
         let mut lanes: Vec<(usize, Values)> = (0..state.lanes.len())
             .filter(|&lane| state.allowance(pool, whose, lane) > 0)
@@ -59,7 +60,7 @@ impl Evictor {
             let Ok(namespace) = namespaces.get(first.namespace) else { break };
             let State { lanes: all, taken } = &mut *state;
             taken.clear();
-            let is_left = take(pool, namespace, wanted, bound, values, taken);
+            let is_left = take(index, (first.namespace, namespace), wanted, bound, values, taken);
             total += taken.len();
             let active = &mut all[*lane].active;
             if !is_left {
@@ -101,13 +102,14 @@ fn rank(
 
 /// Takes up to `wanted` blocks worth at most `bound` from a namespace; returns whether it has anything left.
 fn take(
-    pool: &BlockPool,
-    namespace: &Namespace,
+    index: &PrefixIndex,
+    (id, namespace): (NamespaceId, &Namespace),
     wanted: usize,
     bound: f32,
     values: &Values,
     taken: &mut Vec<BlockHandle>,
 ) -> bool {
+    let pool = &index.pool;
     let mut tree = namespace.write_tree();
     let mut order = namespace.lock_order();
     let mut candidates: [Option<Candidate>; NUM_CLASSES] =
@@ -131,8 +133,7 @@ fn take(
     }
     let is_left = !order.is_empty();
     order.is_queued = is_left;
-    let evicted = pool.evict(taken);
-    debug_assert!(evicted.is_ok(), "unheld blocks of the index can be evicted: {evicted:?}");
+    index.evicted(id, taken);
     is_left
 }
 
