@@ -15,6 +15,7 @@ def test_split_product_equals_the_product(
 ) -> None:
     monkeypatch.setattr(products, "_num_threads", lambda: num_threads)
     monkeypatch.setattr(products, "_SPLIT_ELEMENTS", 1)
+    monkeypatch.setattr(products, "_SPLIT_ELEMENTS_OF_ONE_ROW", 1)
     generator = np.random.default_rng(num_rows)
     for shape in [(24, 1), (24, 16), (40, 100), (8, 1000)]:
         rows = generator.normal(size=(num_rows, shape[0])).astype(np.float32)
