@@ -5,8 +5,9 @@ that. What the user has set is left alone.
 
 `OPENBLAS_NUM_THREADS=1`: OpenBLAS waits for its slowest thread in a loop that gives its core away at every
 turn. Where other processes want the cores, each of the 150 products of a step then takes milliseconds: the
-demo took 323 s with two threads and 25 s with one, on two cores that compilers kept busy. On a quiet machine
-a second thread makes a step a third shorter: set `OPENBLAS_NUM_THREADS` to have it.
+demo took 323 s with two threads and 25 s with one, on two cores that compilers kept busy. The runner spreads
+products over threads of its own instead (`kvpager.runner.products`); set another number and it leaves them to
+OpenBLAS.
 """
 
 from __future__ import annotations
