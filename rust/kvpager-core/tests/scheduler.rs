@@ -494,3 +494,18 @@ fn what_other_tenants_are_guaranteed_is_not_counted_on() {
     assert_eq!(engine.finished[&id].reason, FinishReason::Capacity);
     engine.check_idle();
 }
+
+#[test]
+fn a_tenants_own_cached_blocks_go_before_anothers() {
+    let mut engine = Engine::new(8, config(4), true);
+    let (a, b) = (engine.tenant_with("a", 0, 8), engine.tenant_with("b", 0, 8));
+    engine.submit(&a, &prompt(1, 16), 1).unwrap();
+    engine.finish(9);
+    engine.submit(&b, &prompt(2, 16), 1).unwrap();
+    engine.finish(9);
+    engine.submit(&b, &prompt(3, 16), 1).unwrap();
+    engine.finish(9);
+    let id = engine.submit(&a, &prompt(1, 16), 1).unwrap();
+    engine.finish(9);
+    assert_eq!(engine.finished[&id].cached_tokens, 12);
+}

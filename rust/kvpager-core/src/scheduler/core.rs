@@ -8,7 +8,7 @@ use super::queue::Place;
 use super::queue::Queue;
 use super::request::{FinishReason, FinishedRequest};
 use super::sequence::Sequence;
-use crate::block_pool::{BlockPool, StepEpoch};
+use crate::block_pool::{BlockPool, Reclaim, StepEpoch};
 use crate::block_tables::BlockTables;
 use crate::ids::{BlockHandle, SequenceId, StepId};
 use crate::prefix_index::PrefixIndex;
@@ -220,7 +220,9 @@ fn draw(index: Option<&PrefixIndex>, sequence: &mut Sequence, out: &mut [BlockHa
                 let missing = u32::try_from(needed.saturating_sub(free).max(1)).unwrap_or(u32::MAX);
                 // Another thread may have taken what was evicted; whoever holds capacity gets a block in the
                 // end, so the loop ends when eviction finds nothing.
-                if index.is_none_or(|index| index.evict(missing) == 0) {
+                // By account: its own cached blocks go first, and no other tenant falls below its guarantee.
+                let account = sequence.reservation.account();
+                if index.is_none_or(|index| index.reclaim(account, missing) == 0) {
                     return Err(Error::NeedsReclaim { needed, free, cached });
                 }
             }
