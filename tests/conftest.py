@@ -12,7 +12,7 @@ from kvpager._threads import configure_threads
 
 configure_threads()  # before NumPy is imported
 
-# A run in the background of a script inherits an ignored SIGINT, and so would the commands that tests interrupt.
+# A run in the background of a script ignores SIGINT, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent

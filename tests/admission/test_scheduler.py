@@ -140,8 +140,11 @@ def test_bad_options_come_in_one_message() -> None:
         make(max_running=0, max_model_tokens=0)
     with pytest.raises(errors.InvalidArgumentError, match="one of reserve"):
         make(policy="hope")
+    pool = BlockPool(4)
     with pytest.raises(errors.InvalidArgumentError, match="block_size is 8, the index has blocks of 4"):
-        Scheduler(BlockPool(4), PrefixIndex(BlockPool(4), block_size=4), block_size=8)
+        Scheduler(pool, PrefixIndex(pool, block_size=4), block_size=8)
+    with pytest.raises(errors.InvalidArgumentError, match=r"another pool \(of 5 blocks\)"):
+        Scheduler(BlockPool(4), PrefixIndex(BlockPool(5), block_size=4), block_size=4)
 
 
 def test_a_step_ends_once_and_only_once() -> None:

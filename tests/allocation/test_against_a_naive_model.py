@@ -131,9 +131,7 @@ class PoolMachine(RuleBasedStateMachine):
     def release_stale(self, data: st.DataObject) -> None:
         stale = data.draw(st.sampled_from(self.ended))
         live = (
-            data.draw(st.lists(st.sampled_from(list(self.references)), max_size=3))
-            if self.references
-            else []
+            data.draw(st.lists(st.sampled_from(list(self.references)), max_size=3)) if self.references else []
         )
         for call in (self.pool.release, self.pool.retain):
             with pytest.raises(errors.InvalidHandleError):

@@ -5,9 +5,12 @@ Exit codes: 0 done, 1 a check failed, 2 wrong usage or input (one clear line on 
 
 from __future__ import annotations
 
+import csv
 import importlib
 import sys
+from typing import NoReturn
 
+import click
 import typer
 
 from kvpager.errors import KvPagerError
@@ -38,9 +41,22 @@ for _name in COMMANDS:
 def main() -> None:
     """Runs the command line; bad input is one line on stderr and exit code 2, never a traceback."""
     try:
-        app()
-    except KvPagerError as error:
-        print(f"kvpager: {error}", file=sys.stderr)
+        code = app(standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as usage:
+        usage.show()
         sys.exit(2)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as usage:
+        _fail(usage.format_message())
     except BrokenPipeError:
         sys.exit(141)
+    except (KvPagerError, OSError, OverflowError, RecursionError, UnicodeError, csv.Error) as error:
+        _fail(str(error))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(text: str) -> NoReturn:
+    """One line on stderr, exit code 2."""
+    print(f"kvpager: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(2)

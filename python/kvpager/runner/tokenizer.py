@@ -58,7 +58,17 @@ class Tokenizer:
         return int(self._backend.get_vocab_size())
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a plain prompt; special tokens written in the text are recognised."""
+        """Returns the ids of a plain prompt; special tokens written in the text are recognised.
+
+        Raises:
+            InvalidArgumentError: for text that is not valid Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgumentError(
+                f"the prompt is not valid UTF-8: character {error.start} cannot be encoded"
+            ) from error
         return self._prefix_ids + list(
             self._backend.encode(text, add_special_tokens=not self._prefix_ids).ids
         )

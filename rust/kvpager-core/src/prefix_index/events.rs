@@ -9,6 +9,7 @@ use super::chain::chain_digest;
 use super::namespace::Namespace;
 use super::token_arena::TokenArena;
 use super::tree::Tree;
+use crate::error::Result;
 use crate::ids::{BlockHandle, NamespaceId};
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -97,8 +98,8 @@ struct Buffer {
 }
 
 impl Events {
-    pub(super) fn new(config: EventConfig, num_blocks: u32) -> Self {
-        Self { config, digests: TokenArena::new(num_blocks, DIGEST_WORDS), buffer: Mutex::default() }
+    pub(super) fn new(config: EventConfig, num_blocks: u32) -> Result<Self> {
+        Ok(Self { config, digests: TokenArena::new(num_blocks, DIGEST_WORDS)?, buffer: Mutex::default() })
     }
 
     fn buffer(&self) -> MutexGuard<'_, Buffer> {

@@ -162,7 +162,7 @@ impl PrefixIndex {
         if events.capacity == 0 {
             return Err(Error::invalid("the event buffer must hold at least 1 event, holds 0"));
         }
-        let events = Events::new(events, pool.num_blocks());
+        let events = Events::new(events, pool.num_blocks())?;
         let hash = ChildHash::keyed(config.block_size as usize);
         Self::with_parts(pool, config, hash, Some(events))
     }
@@ -211,7 +211,7 @@ impl PrefixIndex {
         if config.block_size == 0 {
             return Err(Error::invalid("block_size must be at least 1, is 0"));
         }
-        let arena = TokenArena::new(pool.num_blocks(), config.block_size as usize);
+        let arena = TokenArena::new(pool.num_blocks(), config.block_size as usize)?;
         let is_learned = config.eviction == EvictionPolicy::Learned;
         let learned = is_learned.then(|| Learned::new(config.block_size as usize));
         let namespaces = Namespaces::new();

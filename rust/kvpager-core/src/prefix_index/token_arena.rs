@@ -3,6 +3,7 @@
 //! A row never moves: splitting a node or letting its tail go costs nothing here, and a match reads rows
 //! without following a pointer. This is the only file of the index with `unsafe` code.
 
+use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use std::cell::UnsafeCell;
 
@@ -23,9 +24,15 @@ unsafe impl Sync for TokenArena {}
 
 impl TokenArena {
     /// An arena of zeroed rows. Every page is written here, so that none is faulted in by an insertion.
-    pub(super) fn new(num_blocks: u32, block_size: usize) -> Self {
-        let num_words = num_blocks as usize * block_size;
-        let mut words = Vec::with_capacity(num_words);
+    pub(super) fn new(num_blocks: u32, block_size: usize) -> Result<Self> {
+        let num_words = (num_blocks as usize).saturating_mul(block_size);
+        let mut words = Vec::new();
+        words.try_reserve_exact(num_words).map_err(|_| {
+            Error::invalid(format!(
+                "the token ids of {num_blocks} blocks of {block_size} take {} bytes, more than there is",
+                num_words.saturating_mul(size_of::<u32>())
+            ))
+        })?;
         // `vec![0; n]` would take lazily zeroed pages.
         words.resize(num_words, std::hint::black_box(0u32));
         let words = words.into_boxed_slice();
@@ -33,7 +40,7 @@ impl TokenArena {
         // SAFETY: `UnsafeCell<u32>` has the layout of `u32` (repr(transparent)), so the slice has the layout it
         // was allocated with; the pointer comes from `Box::into_raw` and is not used again.
         let words = unsafe { Box::from_raw(raw) };
-        Self { words, block_size }
+        Ok(Self { words, block_size })
     }
 
     fn row_range(&self, block: BlockId) -> std::ops::Range<usize> {

@@ -106,6 +106,15 @@ impl Scheduler {
     ) -> Result<Self> {
         config.validate()?;
         if let Some(index) = &index
+            && !Arc::ptr_eq(index.pool(), &pool)
+        {
+            return Err(Error::invalid(format!(
+                "the index keeps blocks of another pool (of {} blocks) than the scheduler's (of {})",
+                index.pool().num_blocks(),
+                pool.num_blocks()
+            )));
+        }
+        if let Some(index) = &index
             && index.config().block_size != config.block_size
         {
             return Err(Error::invalid(format!(
