@@ -8,14 +8,16 @@ from __future__ import annotations
 import csv
 import importlib
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
-import click
 import typer
 
 from kvpager.errors import KvPagerError
 
 __all__ = ["app", "main"]
+
+_UsageError: Any = typer.BadParameter.__base__
+"""Every kind of wrong usage; typer names only this one of its kinds."""
 
 COMMANDS = ("plan", "replay", "generate", "doctor")
 """Modules of this package, in the order of `--help`. They import what is heavy inside the call."""
@@ -42,12 +44,12 @@ def main() -> None:
     """Runs the command line; bad input is one line on stderr and exit code 2, never a traceback."""
     try:
         code = app(standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as usage:
-        usage.show()
-        sys.exit(2)
-    except click.exceptions.Abort:
+    except typer.Abort:
         sys.exit(130)
-    except click.ClickException as usage:
+    except _UsageError as usage:
+        if type(usage).__name__ == "NoArgsIsHelpError":
+            usage.show()
+            sys.exit(2)
         _fail(usage.format_message())
     except BrokenPipeError:
         sys.exit(141)
