@@ -4,7 +4,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 RUST_SOURCES := $(shell find rust cuda -type f -not -path '*/target/*' 2>/dev/null)
-SANITIZED := RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer"
 
 .PHONY: help setup run test test-rust test-python lint format bench reproduce wheel clean test-emulator test-gpu bench-gpu
 .DEFAULT_GOAL := help
@@ -63,8 +62,9 @@ format: setup ## Format Rust and Python.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup ## Rust and Python benchmarks; see benches/README.md.
-	cargo bench --workspace
+bench: setup ## A step of the scheduler and CPU attention; pages are listed in benches/RESULTS.md.
+	$(BIN)/python benches/python/scheduler_step.py
+	$(BIN)/python benches/python/attention_cpu.py
 
 reproduce: setup ## The policy, eviction and speed tables of the replay, from the traces.
 	$(BIN)/python benches/python/replay_policies.py --out benches/results/replay.md

@@ -22,7 +22,7 @@ def run_in_lockstep(
     Args:
         model: computes all of them together.
         prompts: chunk size to prompts.
-        max_tokens: tokens for each prompt.
+        max_tokens: tokens for each prompt at most; the model's end token ends it too.
 
     Returns:
         Chunk size to the outputs, in the order of the prompts.
@@ -31,7 +31,10 @@ def run_in_lockstep(
     outputs: dict[int, dict[int, list[int]]] = {}
     for size, scheduler in schedulers.items():
         tenant = scheduler.add_tenant("alice")
-        outputs[size] = {scheduler.submit(tenant, ids, max_tokens=max_tokens): [] for ids in prompts[size]}
+        outputs[size] = {
+            scheduler.submit(tenant, ids, max_tokens=max_tokens, stop_token_ids=[2]): []
+            for ids in prompts[size]
+        }
     cache = model.new_cache(num_blocks=NUM_BLOCKS * len(schedulers), block_size=BLOCK_SIZE)
     while any(scheduler.has_work() for scheduler in schedulers.values()):
         batches = {size: scheduler.step() for size, scheduler in schedulers.items()}

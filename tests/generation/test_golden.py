@@ -64,7 +64,7 @@ def the_long(golden: list[GoldenItem]) -> GoldenItem:
 def test_each_prompt_alone(demo: LoadedModel, golden: list[GoldenItem]) -> None:
     loop = new_loop(demo, num_blocks=64, reuse=False)
     for item in golden:
-        (generation,) = generate(loop, [item], max_tokens=16)
+        (generation,) = generate(loop, [item])
         assert generation.account is not None
         assert generation.account.cached_tokens == 0
 
@@ -74,8 +74,8 @@ def test_all_prompts_in_one_batch_and_again_from_the_cache(
     demo: LoadedModel, golden: list[GoldenItem], block_size: int
 ) -> None:
     loop = new_loop(demo, num_blocks=4096 // block_size, block_size=block_size)
-    generate(loop, golden, max_tokens=FULL if block_size == 16 else 12)
-    for item, generation in zip(golden, generate(loop, golden, max_tokens=4), strict=True):
+    generate(loop, golden)
+    for item, generation in zip(golden, generate(loop, golden), strict=True):
         whole_blocks = (len(item.prompt_ids) - 1) // block_size * block_size
         assert generation.account is not None
         assert generation.account.cached_tokens == whole_blocks
@@ -88,8 +88,8 @@ def test_prompts_chunked_at_every_size(demo: LoadedModel, golden: list[GoldenIte
         for size in range(1, longest + 1)
     }
     prompts = {size: [item.prompt_ids for item in items[size]] for size in items}
-    for size, outputs in run_in_lockstep(demo.model, prompts, max_tokens=3).items():
-        assert outputs == [item.greedy_ids[:3] for item in items[size]], f"chunks of {size}"
+    for size, outputs in run_in_lockstep(demo.model, prompts, max_tokens=FULL).items():
+        assert outputs == [item.greedy_ids for item in items[size]], f"chunks of {size}"
 
 
 def test_prompts_chunked_small_to_the_last_token(demo: LoadedModel, golden: list[GoldenItem]) -> None:
@@ -99,28 +99,28 @@ def test_prompts_chunked_small_to_the_last_token(demo: LoadedModel, golden: list
 @pytest.mark.parametrize("size", [29, 256, 511, 802])
 def test_long_prompt_chunked(demo: LoadedModel, golden: list[GoldenItem], size: int) -> None:
     loop = new_loop(demo, max_batch_tokens=1024, max_prefill_chunk=size, reuse=False)
-    (generation,) = generate(loop, [the_long(golden)], max_tokens=4)
+    (generation,) = generate(loop, [the_long(golden)])
     assert generation.account is not None
-    assert generation.account.steps == -(-803 // size) + 3
+    assert generation.account.steps == -(-803 // size) + len(generation.token_ids) - 1
 
 
 def test_pool_so_small_that_requests_wait(demo: LoadedModel, golden: list[GoldenItem]) -> None:
     loop = new_loop(demo, num_blocks=12, max_batch_tokens=24)
-    generations = generate(loop, short(golden), max_tokens=16)
+    generations = generate(loop, short(golden))
     accounts = [generation.account for generation in generations if generation.account]
     assert sum(account.queue_steps > 0 for account in accounts) >= 4
     assert loop.pool.stats().peak_held <= 12
 
 
 def test_pool_with_room_for_the_long_prompt_alone(demo: LoadedModel, golden: list[GoldenItem]) -> None:
-    loop = new_loop(demo, num_blocks=51, max_batch_tokens=512)
-    generate(loop, [the_long(golden), *short(golden)], max_tokens=4)
+    loop = new_loop(demo, num_blocks=54, max_batch_tokens=512)
+    generate(loop, [the_long(golden), *short(golden)])
 
 
 def test_no_index_reuses_nothing_and_gives_the_same(demo: LoadedModel, golden: list[GoldenItem]) -> None:
     loop = new_loop(demo, reuse=False)
     for _ in range(2):
-        for generation in generate(loop, short(golden), max_tokens=6):
+        for generation in generate(loop, golden):
             assert generation.account is not None
             assert generation.account.cached_tokens == 0
     assert loop.pool.stats().cached == 0
