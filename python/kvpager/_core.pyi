@@ -870,13 +870,16 @@ class Scheduler:
         Raises:
             InvalidArgumentError: for an id that was never issued.
         """
-    def step(self, *, pad_to: int = 0) -> Batch:
+    def step(self, *, pad_to: int = 0, now: float | None = None) -> Batch:
         """Plans a step.
 
         Args:
             pad_to: rows at least; padding rows have one token with slot -1 and context length 0.
+            now: the caller's clock, in seconds from any start, for everything that has a time limit; None for
+                the seconds since the scheduler was made. Time that goes back stands still.
 
         Raises:
+            InvalidArgumentError: if `now` is not finite.
             WrongStateError: while a step is open or another thread is in the scheduler.
         """
     def commit(

@@ -268,9 +268,13 @@ impl PyScheduler {
         self.0.abort(SequenceId(request_id)).py()
     }
 
-    #[pyo3(signature = (*, pad_to=0))]
-    fn step(&self, pad_to: usize) -> PyResult<PyBatch> {
-        Ok(PyBatch::new(self.0.step(pad_to).py()?, Arc::clone(self.0.arena())))
+    #[pyo3(signature = (*, pad_to=0, now=None))]
+    fn step(&self, pad_to: usize, now: Option<f64>) -> PyResult<PyBatch> {
+        let batch = match now {
+            Some(now) => self.0.step_at(pad_to, now),
+            None => self.0.step(pad_to),
+        };
+        Ok(PyBatch::new(batch.py()?, Arc::clone(self.0.arena())))
     }
 
     fn commit(

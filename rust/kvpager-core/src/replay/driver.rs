@@ -202,7 +202,7 @@ impl Replay {
 
     fn step(&mut self) -> Result<()> {
         let began = Instant::now();
-        let batch = self.scheduler.step(0)?;
+        let batch = self.scheduler.step_at(0, self.now)?;
         let planning = began.elapsed();
         let arrays = &batch.arrays;
         let kv_tokens: u64 = arrays.context_lens.iter().map(|&length| length as u64).sum();

@@ -40,6 +40,8 @@ pub(super) struct Core {
     pub(super) running: Vec<Sequence>,
     pub(super) open: Option<OpenStep>,
     pub(super) last_step: StepId,
+    /// Seconds on the caller's clock at the last step's planning.
+    pub(super) now: f64,
     /// Requests that ended outside a commit, for the next batch.
     pub(super) ended: Vec<FinishedRequest>,
     /// Account that last had each block, to see a change of tenant.
@@ -77,6 +79,7 @@ impl Core {
             running: Vec::with_capacity(config.max_running as usize),
             open: None,
             last_step: StepId(0),
+            now: f64::NEG_INFINITY,
             ended: Vec::new(),
             spare_planned: Vec::with_capacity(config.max_running as usize),
             scratch: Vec::with_capacity(max_blocks),

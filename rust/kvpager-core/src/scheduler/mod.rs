@@ -38,6 +38,7 @@ use crate::prefix_index::{Fingerprint, PrefixIndex, ShareScope};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::{Error, Result};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::time::Instant;
 
 /// Numbers schedulers, so that a tenant of another one is seen.
 static NEXT_SCHEDULER: AtomicU64 = AtomicU64::new(0);
@@ -86,6 +87,7 @@ pub struct Scheduler {
     inbox: Inbox,
     tenants: Mutex<Vec<Arc<Tenant>>>,
     core: Mutex<Core>,
+    started: Instant,
     num_running: AtomicU32,
     steps: AtomicU64,
     computed_tokens: AtomicU64,
@@ -133,6 +135,7 @@ impl Scheduler {
             inbox: Inbox::new(),
             tenants: Mutex::new(Vec::new()),
             core: Mutex::new(core),
+            started: Instant::now(),
             num_running: AtomicU32::new(0),
             steps: AtomicU64::new(0),
             computed_tokens: AtomicU64::new(0),
@@ -271,7 +274,20 @@ impl Scheduler {
     /// # Errors
     /// [`Error::WrongState`] while a step is open or another thread is in the scheduler.
     pub fn step(&self, pad_to: usize) -> Result<Batch> {
+        self.step_at(pad_to, self.started.elapsed().as_secs_f64())
+    }
+
+    /// [`Scheduler::step`] by the caller's clock: `now` in seconds from any start. Time that goes back stands
+    /// still.
+    ///
+    /// # Errors
+    /// As [`Scheduler::step`]; [`Error::InvalidArgument`] if `now` is not finite.
+    pub fn step_at(&self, pad_to: usize, now: f64) -> Result<Batch> {
+        if !now.is_finite() {
+            return Err(Error::invalid(format!("now is {now}, must be finite seconds")));
+        }
         let mut core = self.enter()?;
+        core.now = core.now.max(now);
         let batch = core.step(&self.inbox, pad_to);
         self.publish(&core);
         batch
