@@ -40,15 +40,16 @@ impl<const FAULT: u8> BlockPool<FAULT> {
 
     /// Claims blocks. The caller holds capacity and free permits for them.
     pub(super) fn claim(&self, account: AccountId, out: &mut [BlockHandle]) {
-        let mut filled = 0;
-        self.groups.claim::<FAULT>(out.len(), |id| {
+        let mut slots = out.iter_mut();
+        self.groups.claim::<FAULT>(slots.len(), |id| {
             let cell = &self.states[id as usize];
-            // Relaxed: claiming the block acquired what its last owner published, and it is ours.
-            let generation = State::unpack(cell.load(Ordering::Relaxed)).generation;
+            // Relaxed: claiming the bit acquired what its last owner published, and it is ours.
+            let word = State::handed_out(cell.load(Ordering::Relaxed), account);
             // Release pairs with the Acquire in `state`, for threads that get the handle by other ways than ours.
-            cell.store(State::held(generation, account).pack(), Ordering::Release);
-            out[filled] = BlockHandle::new(generation, BlockId(id));
-            filled += 1;
+            cell.store(word, Ordering::Release);
+            if let Some(slot) = slots.next() {
+                *slot = BlockHandle::new((word >> 32) as u32, BlockId(id));
+            }
         });
     }
 
@@ -99,6 +100,12 @@ impl<const FAULT: u8> BlockPool<FAULT> {
     /// Takes the exclusive blocks of a batch out: they are off afterwards, and the caller's alone. Returns how
     /// many handles name shared blocks. On an error, all is as before.
     pub(super) fn take_out(&self, blocks: &[BlockHandle], rule: Rule) -> Result<usize> {
+        let account = if let Rule::Exclusive(account) = rule { account } else { None };
+        if let [block] = blocks
+            && self.take_out_one(*block, account)
+        {
+            return Ok(0);
+        }
         let (mut start, mut num_shared) = (0, 0);
         while start < blocks.len() {
             let taken = self.run(blocks, start).and_then(|run| {
@@ -123,7 +130,8 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         loop {
             let seen = self.groups.load(run.group);
             let exclusive = seen.exclusive() & run.mask;
-            if FAULT != faults::BLIND_RELEASE {
+            let simple = exclusive == run.mask && self.agree(members, rule);
+            if !simple && FAULT != faults::BLIND_RELEASE {
                 self.check_members(members, exclusive, seen.shared(), rule)?;
             }
             // Every handle was good after `seen` was loaded. If the group is as seen, no block of it has been
@@ -138,6 +146,42 @@ impl<const FAULT: u8> BlockPool<FAULT> {
                 return Ok(members.len() - exclusive.count_ones() as usize);
             }
             return self.take_out_shared(members, run, exclusive);
+        }
+    }
+
+    /// Whether handles have their blocks' generation, and the account that a rule asks for.
+    fn agree(&self, members: &[BlockHandle], rule: Rule) -> bool {
+        let (wanted, ask) = match rule {
+            Rule::Exclusive(Some(account)) => (account, true),
+            _ => (AccountId(0), false),
+        };
+        let mut differences = 0;
+        for block in members {
+            // Acquire as in `state`.
+            let word = self.states[block.id().0 as usize].load(Ordering::Acquire);
+            differences |= (word ^ block.to_bits()) >> 32;
+            differences |= u64::from(ask && State::account_of(word) != wanted);
+        }
+        differences == 0
+    }
+
+    /// Takes one exclusive block out, or does nothing if it is not that simple.
+    #[inline]
+    pub(super) fn take_out_one(&self, block: BlockHandle, account: Option<AccountId>) -> bool {
+        let Some(cell) = self.states.get(block.id().0 as usize) else { return false };
+        let (group, bit) = place(block.id().0);
+        loop {
+            let seen = self.groups.load(group);
+            // Acquire as in `state`.
+            let word = cell.load(Ordering::Acquire);
+            let good = seen.exclusive() & bit != 0 && word >> 32 == block.to_bits() >> 32;
+            if !good || account.is_some_and(|account| State::account_of(word) != account) {
+                return false;
+            }
+            // The handle was good after `seen` was loaded; see `take_out_run`.
+            if self.groups.try_take_out(group, seen, bit) {
+                return true;
+            }
         }
     }
 
@@ -222,7 +266,8 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         let (mut account, mut count) = (AccountId(0), 0);
         let mut rest = blocks;
         while let Some(first) = rest.first() {
-            let of = self.state(first.id().0).account;
+            // Relaxed: the block is the caller's alone.
+            let of = State::account_of(self.states[first.id().0 as usize].load(Ordering::Relaxed));
             if of != account && count > 0 {
                 give(account, std::mem::take(&mut count));
             }
@@ -252,12 +297,12 @@ impl<const FAULT: u8> BlockPool<FAULT> {
             }
             let cell = &self.states[block.id().0 as usize];
             // Relaxed: the block is the caller's alone.
-            let state = State::unpack(cell.load(Ordering::Relaxed));
-            if state.account != account {
+            let word = cell.load(Ordering::Relaxed);
+            if State::account_of(word) != account {
                 break;
             }
             // Release as in `claim`; the block itself is published by `free` below.
-            cell.store(State::free(state.next_generation::<FAULT>()).pack(), Ordering::Release);
+            cell.store(State::freed::<FAULT>(word), Ordering::Release);
             mask |= 1 << offset;
             count += 1;
         }

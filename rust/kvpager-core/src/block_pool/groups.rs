@@ -103,6 +103,7 @@ impl Groups {
 
     /// Claims `count` free blocks as exclusive and hands their ids over, in ascending order within a group. The
     /// caller holds that many free permits.
+    #[inline]
     pub(super) fn claim<const FAULT: u8>(&self, count: usize, mut give: impl FnMut(u32)) {
         let mut group = hint::load(self.words.len());
         let (mut left, mut fruitless) = (count, 0);
@@ -127,39 +128,40 @@ impl Groups {
     }
 
     /// Claims up to `count` blocks of one group, lowest first, by one exchange a try.
+    #[inline]
     fn claim_from<const FAULT: u8>(&self, group: usize, count: usize) -> u64 {
         let cell = &self.words[group];
         let mut now = Group(cell.load(Ordering::Relaxed));
         loop {
             let mask = lowest(now.free(), count);
             if mask == 0 {
+                self.note_empty::<FAULT>(group);
                 return 0;
             }
             let next = now.claimed(mask);
             // Acquire pairs with the Release of `free`: what the last owner did comes before what we do. A failure
             // means that another thread's exchange on this group succeeded.
             match cell.compare_exchange_weak(now.0, next.0, Ordering::AcqRel, Ordering::Relaxed) {
-                Ok(_) => {
-                    if next.free() == 0 {
-                        self.note_empty::<FAULT>(group);
-                    }
-                    return mask;
-                }
+                Ok(_) => return mask,
                 Err(word) => now = Group(word),
             }
         }
     }
 
-    /// Clears the summary bit of a group without free blocks, and sets it again if one came back meanwhile.
-    #[cold]
+    /// Clears the summary bit of a group that was found without free blocks, and sets it again if one came back
+    /// meanwhile. Only a fruitless look comes here: a group that is emptied and filled again keeps its bit.
     fn note_empty<const FAULT: u8>(&self, group: usize) {
-        let bit = 1 << (group % SPAN);
-        let cell = &self.summary[group / SPAN];
-        // AcqRel here and in `free`, on the same word: if our clear comes after a freer's `fetch_or`, we read from
-        // it and see its block below; if before, the freer's `fetch_or` stands.
-        cell.fetch_and(!bit, Ordering::AcqRel);
-        if FAULT != faults::BLIND_SUMMARY && self.load(group).free() != 0 {
-            cell.fetch_or(bit, Ordering::AcqRel);
+        let (cell, bit) = (&self.summary[group / SPAN], 1 << (group % SPAN));
+        // Relaxed: a stale 0 leaves the bit to the words themselves, a stale 1 costs the exchange.
+        if cell.load(Ordering::Relaxed) & bit == 0 {
+            return;
+        }
+        // SeqCst here, on the load below and in `free`: the clearer writes the summary and reads the group, the
+        // freer writes the group and reads the summary, and one of them must see the other.
+        cell.fetch_and(!bit, Ordering::SeqCst);
+        let now = Group(self.words[group].load(Ordering::SeqCst));
+        if FAULT != faults::BLIND_SUMMARY && now.free() != 0 {
+            cell.fetch_or(bit, Ordering::SeqCst);
         }
     }
 
@@ -218,11 +220,14 @@ impl Groups {
 
     /// Frees blocks that are off.
     pub(super) fn free(&self, group: usize, mask: u64) {
-        // Release pairs with the Acquire of `claim_from`; see also `note_empty`.
-        let before = Group(self.words[group].fetch_or(mask, Ordering::AcqRel));
+        // Release pairs with the Acquire of `claim_from`. SeqCst with the load below: see `note_empty`.
+        let before = Group(self.words[group].fetch_or(mask, Ordering::SeqCst));
         debug_assert_eq!(before.off() & mask, mask, "blocks were freed that were not off");
         if before.free() == 0 {
-            self.summary[group / SPAN].fetch_or(1 << (group % SPAN), Ordering::AcqRel);
+            let (cell, bit) = (&self.summary[group / SPAN], 1 << (group % SPAN));
+            if cell.load(Ordering::SeqCst) & bit == 0 {
+                cell.fetch_or(bit, Ordering::SeqCst);
+            }
         }
     }
 
@@ -243,12 +248,12 @@ fn lowest(bits: u64, count: usize) -> u64 {
     if count == 1 {
         return bits & bits.wrapping_neg();
     }
-    if count >= bits.count_ones() as usize {
+    if count >= PLANE as usize {
         return bits;
     }
     let mut rest = bits;
     for _ in 0..count {
-        rest &= rest - 1;
+        rest &= rest.wrapping_sub(1);
     }
     bits & !rest
 }

@@ -89,6 +89,24 @@ impl State {
         }
     }
 
+    /// The account of a packed word.
+    pub(super) const fn account_of(word: u64) -> AccountId {
+        AccountId((word >> REFERENCE_BITS) as u32 & (MAX_ACCOUNTS - 1))
+    }
+
+    /// The packed word of a free block in the generation after a packed word's.
+    pub(super) const fn freed<const FAULT: u8>(word: u64) -> u64 {
+        let generation = (word >> 32) as u32;
+        let next = generation.wrapping_add((FAULT != super::faults::SAME_GENERATION) as u32);
+        (next as u64) << 32
+    }
+
+    /// The packed word of a block held by its new owner, in the generation of a free block's word.
+    pub(super) const fn handed_out(word: u64, account: AccountId) -> u64 {
+        let held = Self::held(0, account).pack();
+        (word >> 32) << 32 | held
+    }
+
     /// The same block after it left its owner.
     pub(super) const fn next_generation<const FAULT: u8>(self) -> u32 {
         self.generation.wrapping_add((FAULT != super::faults::SAME_GENERATION) as u32)
@@ -125,6 +143,16 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_short_cuts_agree_with_the_fields() {
+        let state = State { generation: u32::MAX, kind: Kind::Shared, account: AccountId(9), references: 3 };
+        assert_eq!(State::account_of(state.pack()), AccountId(9));
+        let free = State::freed::<{ super::super::faults::NONE }>(state.pack());
+        assert_eq!(State::unpack(free), State::free(0));
+        let word = State::handed_out(State::free(7).pack(), AccountId(5));
+        assert_eq!(State::unpack(word), State::held(7, AccountId(5)));
+    }
 
     #[test]
     fn every_field_survives_packing() {
