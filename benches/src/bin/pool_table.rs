@@ -25,6 +25,10 @@ fn cpu_time() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
+fn histogram() -> Histogram<u64> {
+    Histogram::new_with_bounds(1, 60_000_000_000, 3).expect("the bounds are in order")
+}
+
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
@@ -90,19 +94,19 @@ fn tail<P: Peer>(peer: &P, threads: usize, batch: usize) -> [u64; 4] {
     let barrier = Barrier::new(threads);
     let work = |thread: usize| {
         let mut worker = Worker::new(peer, thread, batch);
-        let mut histogram = Histogram::<u64>::new(3).expect("three digits are allowed");
+        let mut times = histogram();
         barrier.wait();
         let end = Instant::now() + Duration::from_millis(1_500);
         let mut before = Instant::now();
         while before < end {
             worker.operate();
             let now = Instant::now();
-            histogram.saturating_record((now - before).as_nanos() as u64);
+            times.saturating_record((now - before).as_nanos() as u64);
             before = now;
         }
-        histogram
+        times
     };
-    let mut sum = Histogram::<u64>::new(3).expect("three digits are allowed");
+    let mut sum = histogram();
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..threads).map(|thread| scope.spawn(move || work(thread))).collect();
         for thread in threads {

@@ -1,18 +1,21 @@
 //! Handing out blocks, and taking whole batches of exclusively held ones out of use.
 
-use super::groups::{WIDTH, place};
+use super::groups::{Group, WIDTH, place};
 use super::state::{Kind, State};
 use super::{BlockPool, faults};
 use crate::error::{Error, HandleFault, Result};
 use crate::ids::{AccountId, BlockHandle, BlockId};
-use crate::sync::Ordering;
+use crate::sync::{AtomicU64, Ordering};
 
-/// Neighbours in a batch that are in one group, each once.
+/// Neighbours at the start of a batch that are in one group, each once.
 struct Run {
-    start: usize,
-    end: usize,
+    len: usize,
     group: usize,
     mask: u64,
+    /// The group before the handles were compared.
+    seen: Group,
+    /// Whether all handles have their blocks' generation, and the account that was asked for.
+    agrees: bool,
 }
 
 /// What `take_out` does about blocks that are shared.
@@ -82,19 +85,35 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         }
     }
 
-    fn run(&self, blocks: &[BlockHandle], start: usize) -> Result<Run> {
-        let (group, _) = place(self.checked_id(blocks[start])?);
-        let first = (group * WIDTH) as u32;
-        let (mut end, mut mask) = (start, 0);
-        while let Some(block) = blocks.get(end) {
+    /// The words of a group's blocks.
+    fn members(&self, group: usize) -> &[AtomicU64] {
+        let first = group * WIDTH;
+        &self.states[first..self.states.len().min(first + WIDTH)]
+    }
+
+    fn run(&self, blocks: &[BlockHandle], wanted: Option<AccountId>) -> Result<Run> {
+        let (group, _) = place(self.checked_id(blocks[0])?);
+        let (first, members) = ((group * WIDTH) as u32, self.members(group));
+        let mut run = Run { len: 0, group, mask: 0, seen: self.groups.load(group), agrees: true };
+        let mut differences = 0;
+        for block in blocks {
             let offset = block.id().0.wrapping_sub(first);
-            if offset >= WIDTH as u32 || block.id().0 >= self.num_blocks() || mask >> offset & 1 == 1 {
+            let Some(cell) = members.get(offset as usize) else { break };
+            let bit = 1 << offset;
+            if run.mask & bit != 0 {
                 break;
             }
-            mask |= 1 << offset;
-            end += 1;
+            // Acquire as in `state`.
+            let word = cell.load(Ordering::Acquire);
+            differences |= (word ^ block.to_bits()) >> 32;
+            if let Some(account) = wanted {
+                differences |= u64::from(State::account_of(word) != account);
+            }
+            run.mask |= bit;
+            run.len += 1;
         }
-        Ok(Run { start, end, group, mask })
+        run.agrees = differences == 0;
+        Ok(run)
     }
 
     /// Takes the exclusive blocks of a batch out: they are off afterwards, and the caller's alone. Returns how
@@ -108,12 +127,11 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         }
         let (mut start, mut num_shared) = (0, 0);
         while start < blocks.len() {
-            let taken = self.run(blocks, start).and_then(|run| {
-                num_shared += self.take_out_run(blocks, &run, rule)?;
-                Ok(run.end)
-            });
-            match taken {
-                Ok(end) => start = end,
+            match self.take_out_run(&blocks[start..], rule, account) {
+                Ok((taken, shared)) => {
+                    start += taken;
+                    num_shared += shared;
+                }
                 Err(error) => {
                     if FAULT != faults::KEEP_PARTIAL {
                         self.restore(&blocks[..start]);
@@ -125,44 +143,35 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         Ok(num_shared)
     }
 
-    fn take_out_run(&self, blocks: &[BlockHandle], run: &Run, rule: Rule) -> Result<usize> {
-        let members = &blocks[run.start..run.end];
+    /// Takes the first run of a batch out. Returns its length, and how many of it are shared.
+    fn take_out_run(
+        &self,
+        blocks: &[BlockHandle],
+        rule: Rule,
+        account: Option<AccountId>,
+    ) -> Result<(usize, usize)> {
         loop {
-            let seen = self.groups.load(run.group);
-            let exclusive = seen.exclusive() & run.mask;
-            let simple = exclusive == run.mask && self.agree(members, rule);
+            let run = self.run(blocks, account)?;
+            let members = &blocks[..run.len];
+            let exclusive = run.seen.exclusive() & run.mask;
+            let simple = exclusive == run.mask && run.agrees;
             if !simple && FAULT != faults::BLIND_RELEASE {
-                self.check_members(members, exclusive, seen.shared(), rule)?;
+                self.check_members(members, exclusive, run.seen.shared(), rule)?;
             }
             // Every handle was good after `seen` was loaded. If the group is as seen, no block of it has been
             // claimed anew since, so none has changed hands; otherwise look again.
-            if exclusive != 0 && !self.groups.try_take_out(run.group, seen, exclusive) {
+            if exclusive != 0 && !self.groups.try_take_out(run.group, run.seen, exclusive) {
                 continue;
             }
             if exclusive == run.mask {
-                return Ok(0);
+                return Ok((run.len, 0));
             }
             if rule == Rule::Release {
-                return Ok(members.len() - exclusive.count_ones() as usize);
+                return Ok((run.len, run.len - exclusive.count_ones() as usize));
             }
-            return self.take_out_shared(members, run, exclusive);
+            self.take_out_shared(members, run.group, exclusive)?;
+            return Ok((run.len, 0));
         }
-    }
-
-    /// Whether handles have their blocks' generation, and the account that a rule asks for.
-    fn agree(&self, members: &[BlockHandle], rule: Rule) -> bool {
-        let (wanted, ask) = match rule {
-            Rule::Exclusive(Some(account)) => (account, true),
-            _ => (AccountId(0), false),
-        };
-        let mut differences = 0;
-        for block in members {
-            // Acquire as in `state`.
-            let word = self.states[block.id().0 as usize].load(Ordering::Acquire);
-            differences |= (word ^ block.to_bits()) >> 32;
-            differences |= u64::from(ask && State::account_of(word) != wanted);
-        }
-        differences == 0
     }
 
     /// Takes one exclusive block out, or does nothing if it is not that simple.
@@ -215,9 +224,9 @@ impl<const FAULT: u8> BlockPool<FAULT> {
 
     /// Takes the shared members of a run out, each with one reference. Whoever gets the word to `Dropped` owns the
     /// block.
-    fn take_out_shared(&self, members: &[BlockHandle], run: &Run, exclusive: u64) -> Result<usize> {
+    fn take_out_shared(&self, members: &[BlockHandle], group: usize, exclusive: u64) -> Result<()> {
         for (i, &block) in members.iter().enumerate() {
-            let (group, bit) = place(block.id().0);
+            let (_, bit) = place(block.id().0);
             if exclusive & bit != 0 {
                 continue;
             }
@@ -235,12 +244,12 @@ impl<const FAULT: u8> BlockPool<FAULT> {
                 Err(error) => {
                     let earlier =
                         members[..i].iter().map(|block| place(block.id().0).1).fold(0, |a, b| a | b);
-                    self.groups.restore(run.group, exclusive | earlier);
+                    self.groups.restore(group, exclusive | earlier);
                     return Err(error);
                 }
             }
         }
-        Ok(0)
+        Ok(())
     }
 
     /// Gives those of `blocks` that `take_out` took back to their holder.
@@ -288,14 +297,14 @@ impl<const FAULT: u8> BlockPool<FAULT> {
     /// Frees the first blocks of a batch that are in one group and of one account, and returns how many.
     fn free_run(&self, blocks: &[BlockHandle], account: AccountId, only_one: bool) -> usize {
         let (group, _) = place(blocks[0].id().0);
-        let first = (group * WIDTH) as u32;
+        let (first, members) = ((group * WIDTH) as u32, self.members(group));
         let (mut mask, mut count) = (0, 0);
         for block in blocks {
             let offset = block.id().0.wrapping_sub(first);
-            if offset >= WIDTH as u32 || (only_one && count == 1) {
+            let Some(cell) = members.get(offset as usize) else { break };
+            if only_one && count == 1 {
                 break;
             }
-            let cell = &self.states[block.id().0 as usize];
             // Relaxed: the block is the caller's alone.
             let word = cell.load(Ordering::Relaxed);
             if State::account_of(word) != account {
