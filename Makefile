@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUST_SOURCES := $(shell find rust cuda -type f -not -path '*/target/*' 2>/dev/null)
 
-.PHONY: help setup run test test-rust test-python lint format bench reproduce wheel clean test-emulator test-gpu bench-gpu
+.PHONY: help setup run test test-rust test-python lint format bench reproduce wheel clean test-loom test-mutants test-emulator test-gpu bench-gpu
 .DEFAULT_GOAL := help
 
 help: ## List the targets.
@@ -36,6 +36,12 @@ test: setup test-rust test-python ## Set up and run every test.
 
 test-rust: ## Rust unit, property and integration tests.
 	cargo test --workspace --release
+
+test-loom: ## Every interleaving of small models of the block pool.
+	RUSTFLAGS="--cfg loom" cargo test -p kvpager-core --release --target-dir target/loom --test block_pool_loom
+
+test-mutants: test-loom ## Planted faults of the block pool: each must be seen, by a promise or by a model.
+	cargo test -p kvpager-core --release --test block_pool mutants -- --nocapture
 
 test-python: setup ## Python tests.
 	$(BIN)/python -m pytest

@@ -1,7 +1,5 @@
 //! `cargo bench -p kvpager-benches`: release and allocate a batch, one thread.
 
-#![expect(missing_docs, reason = "criterion's macros make undocumented items")]
-
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kvpager_benches::{
     Array, Direct, Drawn, Magazines, MutexFifo, MutexVec, Peer, Pool, Quarantined, Reserved, Tenants, Worker,

@@ -12,7 +12,9 @@ pub mod error;
 pub mod geometry;
 pub mod ids;
 pub mod prefix_index;
+#[cfg(not(loom))]
 pub mod replay;
+#[cfg(not(loom))]
 pub mod scheduler;
 pub mod split_plan;
 pub mod sync;

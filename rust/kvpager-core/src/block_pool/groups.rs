@@ -156,12 +156,11 @@ impl Groups {
         if cell.load(Ordering::Relaxed) & bit == 0 {
             return;
         }
-        // SeqCst here, on the load below and in `free`: the clearer writes the summary and reads the group, the
-        // freer writes the group and reads the summary, and one of them must see the other.
-        cell.fetch_and(!bit, Ordering::SeqCst);
-        let now = Group(self.words[group].load(Ordering::SeqCst));
-        if FAULT != faults::BLIND_SUMMARY && now.free() != 0 {
-            cell.fetch_or(bit, Ordering::SeqCst);
+        // AcqRel here and in `free`, both exchanges of this word: if our clear comes after a freer's `fetch_or`, we
+        // have acquired its block and see it below; if before, the freer's `fetch_or` stands.
+        cell.fetch_and(!bit, Ordering::AcqRel);
+        if FAULT != faults::BLIND_SUMMARY && self.load(group).free() != 0 {
+            cell.fetch_or(bit, Ordering::AcqRel);
         }
     }
 
@@ -220,14 +219,12 @@ impl Groups {
 
     /// Frees blocks that are off.
     pub(super) fn free(&self, group: usize, mask: u64) {
-        // Release pairs with the Acquire of `claim_from`. SeqCst with the load below: see `note_empty`.
-        let before = Group(self.words[group].fetch_or(mask, Ordering::SeqCst));
+        // Release pairs with the Acquire of `claim_from`.
+        let before = Group(self.words[group].fetch_or(mask, Ordering::AcqRel));
         debug_assert_eq!(before.off() & mask, mask, "blocks were freed that were not off");
         if before.free() == 0 {
-            let (cell, bit) = (&self.summary[group / SPAN], 1 << (group % SPAN));
-            if cell.load(Ordering::SeqCst) & bit == 0 {
-                cell.fetch_or(bit, Ordering::SeqCst);
-            }
+            // An exchange even if the bit is set already: see `note_empty`. Loom finds the lost bit otherwise.
+            self.summary[group / SPAN].fetch_or(1 << (group % SPAN), Ordering::AcqRel);
         }
     }
 

@@ -1,4 +1,5 @@
-//! Every planted fault must be seen by some promise.
+//! Every planted fault must be seen by some promise; the five that only an interleaving shows, by a model in
+//! `block_pool_loom.rs` (`make test-mutants` runs both).
 
 use crate::promises;
 use kvpager_core::block_pool::faults;

@@ -1,0 +1,329 @@
+//! Every interleaving, and every reordering that the orderings allow, of small models of the pool.
+//! `make test-loom`.
+
+#![cfg(loom)]
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use kvpager_core::block_pool::{BlockPool, Magazine, PoolConfig, Quota, faults};
+use kvpager_core::{AccountId, BlockHandle, BlockId, Error};
+use loom::cell::UnsafeCell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+type Pool<const F: u8> = Arc<BlockPool<F>>;
+
+/// What a block's owner writes without any synchronisation: a missing edge is an error of the model.
+struct Payload(Vec<UnsafeCell<u32>>);
+
+// SAFETY: the cells are loom's, which reports every access that is not ordered.
+unsafe impl Sync for Payload {}
+// SAFETY: as above.
+unsafe impl Send for Payload {}
+
+impl Payload {
+    fn new(num_blocks: usize) -> Arc<Self> {
+        Arc::new(Self((0..num_blocks).map(|_| UnsafeCell::new(0)).collect()))
+    }
+
+    fn write(&self, block: BlockHandle) {
+        // SAFETY: only the block's owner writes, which is what the model checks.
+        self.0[block.id().0 as usize].with_mut(|value| unsafe { *value += 1 });
+    }
+}
+
+fn explore(model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = None;
+    builder.max_branches = 20_000;
+    let executions = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&executions);
+    builder.check(move || {
+        counter.fetch_add(1, Ordering::Relaxed);
+        model();
+    });
+    let executions = executions.load(Ordering::Relaxed);
+    println!("{executions} executions");
+    assert!(executions > 15, "only {executions} executions: the model hardly interleaves");
+}
+
+fn pool<const F: u8>(num_blocks: u32) -> (Pool<F>, AccountId) {
+    let config = PoolConfig { num_blocks, max_accounts: 2, max_open_steps: 2 };
+    let pool = BlockPool::<F>::with_fault(config).unwrap();
+    let account = pool.add_account(Quota { guaranteed: 0, limit: num_blocks }).unwrap();
+    (pool, account)
+}
+
+fn take<const F: u8>(
+    pool: &BlockPool<F>,
+    account: AccountId,
+    count: usize,
+) -> Result<Vec<BlockHandle>, Error> {
+    let mut out = vec![BlockHandle::new(0, BlockId(0)); count];
+    pool.allocate(account, &mut out)?;
+    Ok(out)
+}
+
+fn assert_all_free<const F: u8>(pool: &BlockPool<F>) {
+    pool.check_invariants().unwrap();
+    assert_eq!(pool.stats().free, pool.stats().capacity);
+}
+
+fn allocate_against_allocate<const F: u8>() {
+    let (pool, account) = pool::<F>(3);
+    let payload = Payload::new(3);
+    let other = {
+        let (pool, payload) = (Arc::clone(&pool), Arc::clone(&payload));
+        loom::thread::spawn(move || {
+            let taken = take(&pool, account, 2);
+            taken.iter().flatten().for_each(|block| payload.write(*block));
+            taken.map(|blocks| pool.release(&blocks).unwrap()).is_ok()
+        })
+    };
+    let taken = take(&pool, account, 2);
+    taken.iter().flatten().for_each(|block| payload.write(*block));
+    let mine = taken.map(|blocks| pool.release(&blocks).unwrap()).is_ok();
+    assert!(other.join().unwrap() || mine, "of two that each fit alone, one at least is served");
+    assert_all_free(&pool);
+}
+
+fn a_release_is_seen_by_the_next_owner<const F: u8>() {
+    let (pool, account) = pool::<F>(1);
+    let payload = Payload::new(1);
+    let first = take(&pool, account, 1).unwrap();
+    payload.write(first[0]);
+    let other = {
+        let (pool, payload) = (Arc::clone(&pool), Arc::clone(&payload));
+        loom::thread::spawn(move || {
+            if let Ok(blocks) = take(&pool, account, 1) {
+                payload.write(blocks[0]);
+                pool.release(&blocks).unwrap();
+            }
+        })
+    };
+    pool.release(&first).unwrap();
+    other.join().unwrap();
+    assert_all_free(&pool);
+}
+
+fn two_releases_of_one_block_are_one<const F: u8>() {
+    let (pool, account) = pool::<F>(2);
+    let block = take(&pool, account, 1).unwrap();
+    let other = {
+        let (pool, block) = (Arc::clone(&pool), block.clone());
+        loom::thread::spawn(move || pool.release(&block).is_ok())
+    };
+    let mine = pool.release(&block).is_ok();
+    assert!(mine ^ other.join().unwrap());
+    assert_all_free(&pool);
+}
+
+fn two_first_forks_both_count<const F: u8>() {
+    let (pool, account) = pool::<F>(2);
+    let block = take(&pool, account, 1).unwrap();
+    let other = {
+        let (pool, block) = (Arc::clone(&pool), block.clone());
+        loom::thread::spawn(move || {
+            pool.retain(&block).unwrap();
+            pool.release(&block).unwrap();
+        })
+    };
+    pool.retain(&block).unwrap();
+    other.join().unwrap();
+    pool.release(&[block[0], block[0]]).unwrap();
+    assert!(pool.release(&block).is_err());
+    assert_all_free(&pool);
+}
+
+fn last_releases_of_a_shared_block_free_it_once<const F: u8>() {
+    let (pool, account) = pool::<F>(1);
+    let payload = Payload::new(1);
+    let block = take(&pool, account, 1).unwrap();
+    pool.retain(&block).unwrap();
+    let other = {
+        let (pool, block) = (Arc::clone(&pool), block.clone());
+        loom::thread::spawn(move || pool.release(&block).unwrap())
+    };
+    pool.release(&block).unwrap();
+    if let Ok(next) = take(&pool, account, 1) {
+        payload.write(next[0]);
+        pool.release(&next).unwrap();
+    }
+    other.join().unwrap();
+    assert_all_free(&pool);
+}
+
+fn a_fork_of_an_evicted_block_is_refused<const F: u8>() {
+    let (pool, account) = pool::<F>(1);
+    let block = take(&pool, account, 1).unwrap();
+    pool.index_blocks(&block).unwrap();
+    pool.unhold_cached(account, 1).unwrap();
+    let other = {
+        let (pool, block) = (Arc::clone(&pool), block.clone());
+        loom::thread::spawn(move || {
+            assert!(pool.retain(&block).is_err());
+            pool.evict(&block).is_ok()
+        })
+    };
+    let mine = pool.evict(&block).is_ok();
+    let next = take(&pool, account, 1);
+    assert!(mine ^ other.join().unwrap());
+    next.iter().for_each(|blocks| pool.release(blocks).unwrap());
+    assert_all_free(&pool);
+}
+
+fn a_dropped_reservation_serves_the_next<const F: u8>() {
+    let (pool, account) = pool::<F>(2);
+    let reservation = pool.reserve(account, 2).unwrap();
+    let other = {
+        let pool = Arc::clone(&pool);
+        loom::thread::spawn(move || {
+            if let Ok(blocks) = take(&pool, account, 1) {
+                pool.release(&blocks).unwrap();
+            }
+        })
+    };
+    drop(reservation);
+    other.join().unwrap();
+    assert_all_free(&pool);
+}
+
+fn a_quota_moves_while_blocks_do<const F: u8>() {
+    let (pool, account) = pool::<F>(2);
+    let other_account = pool.add_account(Quota { guaranteed: 0, limit: 2 }).unwrap();
+    let other = {
+        let pool = Arc::clone(&pool);
+        loom::thread::spawn(move || {
+            if let Ok(blocks) = take(&pool, account, 1) {
+                pool.release(&blocks).unwrap();
+            }
+        })
+    };
+    let _ = pool.set_quota(account, Quota { guaranteed: 1, limit: 2 });
+    let _ = pool.set_quota(other_account, Quota { guaranteed: 1, limit: 1 });
+    other.join().unwrap();
+    assert_all_free(&pool);
+}
+
+fn a_magazine_flushes_beside_an_allocation<const F: u8>() {
+    let (pool, account) = pool::<F>(2);
+    let payload = Payload::new(2);
+    let mut magazine = Magazine::new(&pool, account).unwrap();
+    let block = magazine.allocate().unwrap();
+    payload.write(block);
+    let other = {
+        let (pool, payload) = (Arc::clone(&pool), Arc::clone(&payload));
+        loom::thread::spawn(move || {
+            if let Ok(blocks) = take(&pool, account, 2) {
+                blocks.iter().for_each(|block| payload.write(*block));
+                pool.release(&blocks).unwrap();
+            }
+        })
+    };
+    magazine.release(block).unwrap();
+    drop(magazine);
+    other.join().unwrap();
+    assert_all_free(&pool);
+}
+
+fn a_closing_step_loses_nothing<const F: u8>() {
+    let (pool, account) = pool::<F>(1);
+    let block = take(&pool, account, 1).unwrap();
+    let step = pool.open_step().unwrap();
+    let other = {
+        let pool = Arc::clone(&pool);
+        loom::thread::spawn(move || pool.close_step(step).unwrap())
+    };
+    pool.release(&block).unwrap();
+    other.join().unwrap();
+    assert_all_free(&pool);
+}
+
+fn a_pin_that_ends_while_its_step_closes_gives_its_capacity_back<const F: u8>() {
+    let (pool, account) = pool::<F>(1);
+    let block = take(&pool, account, 1).unwrap();
+    pool.index_blocks(&block).unwrap();
+    let step = pool.open_step().unwrap();
+    let other = {
+        let pool = Arc::clone(&pool);
+        loom::thread::spawn(move || pool.close_step(step).unwrap())
+    };
+    pool.unhold_cached(account, 1).unwrap();
+    other.join().unwrap();
+    assert_eq!((pool.stats().cached, pool.stats().quarantined), (1, 0));
+    pool.evict(&block).unwrap();
+    assert_all_free(&pool);
+}
+
+fn a_block_freed_beside_a_fruitless_look_is_found<const F: u8>() {
+    let (pool, account) = pool::<F>(3);
+    let all = take(&pool, account, 3).unwrap();
+    pool.release(&all[2..]).unwrap();
+    let other = {
+        let (pool, first) = (Arc::clone(&pool), all[0]);
+        loom::thread::spawn(move || pool.release(&[first]).unwrap())
+    };
+    // Looks at the first group, which has no free block yet, and finds the second.
+    let block = take(&pool, account, 1).unwrap();
+    other.join().unwrap();
+    pool.check_invariants().unwrap();
+    pool.release(&[block[0], all[1]]).unwrap();
+    assert_all_free(&pool);
+}
+
+macro_rules! sound {
+    ($($name:ident),* $(,)?) => {
+        mod sound {
+            $(#[test] fn $name() { super::explore(super::$name::<{ super::faults::NONE }>) })*
+        }
+    };
+}
+
+sound!(
+    allocate_against_allocate,
+    a_release_is_seen_by_the_next_owner,
+    two_releases_of_one_block_are_one,
+    two_first_forks_both_count,
+    last_releases_of_a_shared_block_free_it_once,
+    a_fork_of_an_evicted_block_is_refused,
+    a_dropped_reservation_serves_the_next,
+    a_quota_moves_while_blocks_do,
+    a_magazine_flushes_beside_an_allocation,
+    a_closing_step_loses_nothing,
+    a_pin_that_ends_while_its_step_closes_gives_its_capacity_back,
+    a_block_freed_beside_a_fruitless_look_is_found,
+);
+
+/// Faults that only an interleaving shows.
+mod planted {
+    use super::*;
+
+    #[test]
+    #[should_panic = "no block was found behind a free permit"]
+    fn permits_before_the_bits_are_seen() {
+        explore(a_release_is_seen_by_the_next_owner::<{ faults::EARLY_PERMIT }>);
+    }
+
+    #[test]
+    #[should_panic]
+    fn a_push_after_the_close_is_missed() {
+        explore(a_closing_step_loses_nothing::<{ faults::LOSE_LATE_PUSH }>);
+    }
+
+    #[test]
+    #[should_panic = "the summary does not show"]
+    fn a_summary_bit_cleared_blindly_is_seen() {
+        explore(a_block_freed_beside_a_fruitless_look_is_found::<{ faults::BLIND_SUMMARY }>);
+    }
+
+    #[test]
+    #[should_panic]
+    fn a_torn_quota_is_seen() {
+        explore(a_quota_moves_while_blocks_do::<{ faults::TORN_QUOTA }>);
+    }
+
+    #[test]
+    #[should_panic]
+    fn torn_references_are_seen() {
+        explore(last_releases_of_a_shared_block_free_it_once::<{ faults::TORN_REFERENCES }>);
+    }
+}
