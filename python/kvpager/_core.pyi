@@ -1,7 +1,7 @@
 """Type stubs of the compiled core. Held to the built module by a stub test."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self, final
+from typing import Any, ClassVar, Literal, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -484,7 +484,7 @@ class Match:
         """Ids of the blocks, first to last: [num_blocks], int32."""
 
     @property
-    def blocks(self) -> npt.NDArray[np.uint64]:
+    def blocks(self) -> NDArray[np.uint64]:
         """Handles of the blocks, first to last: [num_blocks], uint64."""
 
     @property
@@ -590,8 +590,8 @@ class PrefixIndex:
         self,
         pinned: Match,
         tokens: npt.NDArray[np.integer] | Sequence[int],
-        blocks: npt.NDArray[np.uint64] | Sequence[int],
-    ) -> tuple[int, int, npt.NDArray[np.uint64]]:
+        blocks: NDArray[np.uint64] | Sequence[int],
+    ) -> tuple[int, int, NDArray[np.uint64]]:
         """Inserts whole blocks below a match and moves it to the new deepest node.
 
         Args:
@@ -706,6 +706,43 @@ class SchedulerStats:
     @property
     def num_preemptions(self) -> int:
         """Times a running sequence's blocks were taken back; always 0 under `reserve`."""
+
+@final
+class PhaseTimes:
+    """How long each phase of a step took: `Scheduler.begin_phases` to `Scheduler.end_phases`.
+
+    Phases do not overlap in the percentiles; together they are the time inside `step` and `commit`.
+    """
+
+    PHASES: ClassVar[list[str]]
+    @property
+    def num_steps(self) -> int:
+        """Steps recorded."""
+    def percentile_ns(self, percentile: float, phase: str | None = None) -> int:
+        """Nanoseconds a step at a percentile (0 to 100), to three digits.
+
+        Args:
+            percentile: which one; 100 is the maximum.
+            phase: one of `PHASES`; None is the whole step.
+
+        Raises:
+            InvalidArgumentError: for a percentile or phase that does not exist.
+        """
+    @property
+    def span_step_ids(self) -> NDArray[np.uint64]:
+        """[N] u64: the step of each recorded span."""
+    @property
+    def span_phases(self) -> NDArray[np.uint8]:
+        """[N] u8: its phase, a position in `PHASES`. A span of `admission` contains its look-ups."""
+    @property
+    def span_starts_ns(self) -> NDArray[np.uint64]:
+        """[N] u64: nanoseconds from the begin of the recording to its start."""
+    @property
+    def span_durations_ns(self) -> NDArray[np.uint64]:
+        """[N] u64: nanoseconds that it took."""
+    @property
+    def dropped_spans(self) -> int:
+        """Spans for which there was no room."""
 
 @final
 class Batch:
@@ -910,6 +947,22 @@ class Scheduler:
         """
     def has_work(self) -> bool:
         """Whether anything waits or runs, or an end has not been reported yet."""
+    def begin_phases(self, *, max_spans: int = 0) -> None:
+        """Records from now on how long each phase of a step takes; an earlier recording is forgotten.
+
+        Args:
+            max_spans: phases that are also kept one by one, with their start; the first ones.
+
+        Raises:
+            InvalidArgumentError: if memory does not hold as many.
+            WrongStateError: if another thread is in the scheduler.
+        """
+    def end_phases(self) -> PhaseTimes | None:
+        """Ends the recording; None if there was none.
+
+        Raises:
+            WrongStateError: if another thread is in the scheduler.
+        """
     def stats(self) -> SchedulerStats:
         """Counts. From any thread."""
     @property
@@ -1058,3 +1111,6 @@ class Oracle:
         """Does at most so many steps without the interpreter: `running`, `needs_input` or `done`."""
     def outcome(self) -> tuple[float, int, int, int, float, int]:
         """`(time, steps, finished, refused, mean_batch, peak_blocks)` so far."""
+
+def num_allocations() -> int:
+    """Allocations and reallocations that the extension made on the calling thread so far."""

@@ -2,6 +2,7 @@
 
 use pyo3::prelude::*;
 
+mod allocations;
 mod arrays;
 mod attention;
 mod batch;
@@ -9,6 +10,7 @@ mod block_pool;
 mod error;
 mod fork;
 mod geometry;
+mod phases;
 mod prefix_index;
 mod replay;
 mod scheduler;
@@ -19,6 +21,7 @@ mod split_plan;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     fork::watch();
+    allocations::register(module)?;
     geometry::register(module)?;
     block_pool::register(module)?;
     prefix_index::register(module)?;

@@ -4,6 +4,7 @@ use crate::arrays::read_ints;
 use crate::batch::PyBatch;
 use crate::block_pool::PyBlockPool;
 use crate::error::{IntoPyResult, invalid};
+use crate::phases::PyPhaseTimes;
 use crate::prefix_index::{PyFingerprint, PyPrefixIndex};
 use kvpager_core::scheduler::{
     AdmissionPolicy, CommitOutcome, FinishedRequest, Request, Scheduler, SchedulerConfig, SchedulerStats,
@@ -297,6 +298,15 @@ impl PyScheduler {
         self.0.has_work().py()
     }
 
+    #[pyo3(signature = (*, max_spans=0))]
+    fn begin_phases(&self, max_spans: usize) -> PyResult<()> {
+        self.0.begin_phases(max_spans).py()
+    }
+
+    fn end_phases(&self) -> PyResult<Option<PyPhaseTimes>> {
+        Ok(self.0.end_phases().py()?.map(PyPhaseTimes::new))
+    }
+
     fn stats(&self) -> PySchedulerStats {
         PySchedulerStats(self.0.stats())
     }
@@ -323,5 +333,6 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyCommitOutcome>()?;
     module.add_class::<PySchedulerStats>()?;
     module.add_class::<PyBatch>()?;
+    module.add_class::<PyPhaseTimes>()?;
     module.add_class::<PyScheduler>()
 }

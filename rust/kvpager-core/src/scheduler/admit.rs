@@ -2,6 +2,7 @@
 
 use super::core::Core;
 use super::inbox::Inbox;
+use super::phases::Phase;
 use super::policy::{AdmissionRequest, AdmissionRoom};
 use super::queue::Place;
 use super::request::{FinishReason, WaitingRequest};
@@ -101,7 +102,10 @@ impl Core {
         self.scratch.clear();
         let mut pin: Option<Pin> = None;
         if let (true, Some(index), Some(namespace)) = (request.reuse, &self.index, request.tenant.namespace) {
-            match index.match_prefix(namespace, &request.prompt, &mut self.scratch) {
+            let clock = self.phases.now();
+            let found = index.match_prefix(namespace, &request.prompt, &mut self.scratch);
+            self.phases.lap(Phase::LookUp, clock);
+            match found {
                 Ok(found) => pin = Some(found),
                 Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. }) => return Ok(false),
                 Err(error) => return Err(error),

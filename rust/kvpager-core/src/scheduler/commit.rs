@@ -2,6 +2,7 @@
 
 use super::core::{Core, OpenStep};
 use super::inbox::Inbox;
+use super::phases::Phase;
 use super::request::{FinishReason, FinishedRequest};
 use crate::ids::{BlockHandle, StepId};
 use crate::{Error, Result};
@@ -25,6 +26,7 @@ impl Core {
         token_start: &[i32],
         tokens: &[i32],
     ) -> Result<CommitOutcome> {
+        let clock = self.phases.now();
         self.check_commit(self.open_step(step_id)?, token_start, tokens)?;
         self.drain_inbox(inbox);
         let planned = self.close_step()?;
@@ -57,6 +59,8 @@ impl Core {
         if any_ended {
             self.remove_ended(inbox, &mut outcome.finished, None)?;
         }
+        self.phases.lap(Phase::Commit, clock);
+        self.phases.end_step();
         Ok(outcome)
     }
 
@@ -84,6 +88,7 @@ impl Core {
         let mut outcome = CommitOutcome::default();
         outcome.finished.append(&mut self.ended);
         self.remove_ended(inbox, &mut outcome.finished, Some(&Arc::from(reason)))?;
+        self.phases.end_step();
         Ok(outcome)
     }
 

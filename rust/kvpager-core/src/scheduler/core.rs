@@ -3,6 +3,7 @@
 use super::batch::BatchMemory;
 use super::config::{SchedulerConfig, ZeroBlocks};
 use super::inbox::{Inbox, Message};
+use super::phases::Phases;
 use super::policy::OutputLengths;
 use super::queue::Place;
 use super::queue::Queue;
@@ -56,6 +57,7 @@ pub(super) struct Core {
     pub(super) places: Vec<Place>,
     /// What `forecast` has learned.
     pub(super) lengths: OutputLengths,
+    pub(super) phases: Phases,
     pub(super) computed_tokens: u64,
     pub(super) recomputed_tokens: u64,
     pub(super) dropped_tokens: u64,
@@ -86,6 +88,7 @@ impl Core {
             zeros: Vec::new(),
             places: Vec::new(),
             lengths: OutputLengths::default(),
+            phases: Phases::default(),
             computed_tokens: 0,
             recomputed_tokens: 0,
             dropped_tokens: 0,

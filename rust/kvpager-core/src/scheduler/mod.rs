@@ -13,6 +13,7 @@ mod commit;
 mod config;
 mod core;
 mod inbox;
+mod phases;
 mod plan;
 mod policy;
 mod preempt;
@@ -24,6 +25,7 @@ mod tenant;
 pub use batch::{Batch, BatchArrays, NO_SLOT, PADDING_SEQUENCE};
 pub use commit::CommitOutcome;
 pub use config::{SchedulerConfig, ZeroBlocks};
+pub use phases::{Phase, PhaseSpan, PhaseTimes};
 pub use policy::{AdmissionPolicy, AdmissionRequest, AdmissionRoom, ForecastConfig, OutputLengths};
 pub use request::{FinishReason, FinishedRequest, Request};
 pub use tenant::Tenant;
@@ -328,6 +330,23 @@ impl Scheduler {
             || !core.queue.is_empty()
             || !core.running.is_empty()
             || !core.ended.is_empty())
+    }
+
+    /// Records from now on how long each phase of a step takes, and the first `max_spans` of them one by one.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for more spans than memory holds; [`Error::WrongState`] if another thread is in
+    /// the scheduler.
+    pub fn begin_phases(&self, max_spans: usize) -> Result<()> {
+        self.enter()?.phases.begin(max_spans)
+    }
+
+    /// Ends the recording; `None` if there was none.
+    ///
+    /// # Errors
+    /// [`Error::WrongState`] if another thread is in the scheduler.
+    pub fn end_phases(&self) -> Result<Option<PhaseTimes>> {
+        Ok(self.enter()?.phases.end())
     }
 
     /// Counts. From any thread.

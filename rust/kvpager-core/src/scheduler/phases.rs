@@ -1,0 +1,174 @@
+//! Where a step's time goes, recorded when asked for.
+//!
+//! Off, a phase costs one test of a pointer. On, it costs one reading of the clock.
+
+use crate::{Error, Result};
+use hdrhistogram::Histogram;
+use std::time::Instant;
+
+/// A part of a step. Their times do not overlap; together they are the time inside `step` and `commit`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Phase {
+    /// Taking in submits and aborts, removing what ended.
+    Inbox,
+    /// Decodes and prefill chunks of what runs: their blocks, and preemption where there are none.
+    Growth,
+    /// Matching and pinning prefixes of requests that may be admitted.
+    LookUp,
+    /// Choosing and reserving for the next requests, their first chunk included, look-ups not.
+    Admission,
+    /// Opening the step and writing its arrays.
+    BatchArrays,
+    /// Taking the sampled tokens, indexing full blocks, ending sequences.
+    Commit,
+}
+
+impl Phase {
+    /// All of them, in the order of a step.
+    pub const ALL: [Self; 6] =
+        [Self::Inbox, Self::Growth, Self::LookUp, Self::Admission, Self::BatchArrays, Self::Commit];
+
+    /// Its name in reports.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Inbox => "inbox",
+            Self::Growth => "growth",
+            Self::LookUp => "look_up",
+            Self::Admission => "admission",
+            Self::BatchArrays => "batch_arrays",
+            Self::Commit => "commit",
+        }
+    }
+}
+
+/// One phase of one step on the clock.
+#[derive(Clone, Copy, Debug)]
+pub struct PhaseSpan {
+    /// Number of the step.
+    pub step_id: u64,
+    /// What was done.
+    pub phase: Phase,
+    /// Nanoseconds since recording began.
+    pub start_ns: u64,
+    /// Nanoseconds that it took.
+    pub duration_ns: u64,
+}
+
+/// What was recorded.
+#[derive(Clone, Debug)]
+pub struct PhaseTimes {
+    /// Nanoseconds a step, by [`Phase`].
+    pub phases: [Histogram<u64>; Phase::ALL.len()],
+    /// Nanoseconds a step, all phases together.
+    pub steps: Histogram<u64>,
+    /// The first spans, as many as were asked for.
+    pub spans: Vec<PhaseSpan>,
+    /// Spans for which there was no room.
+    pub dropped_spans: u64,
+}
+
+/// Times longer than this many nanoseconds are recorded as this.
+const LONGEST_NS: u64 = 60_000_000_000;
+
+impl PhaseTimes {
+    fn new(max_spans: usize) -> Result<Self> {
+        let empty = Histogram::new_with_bounds(1, LONGEST_NS, 3).map_err(|error| {
+            Error::invalid(format!("a histogram up to {LONGEST_NS} ns cannot be made: {error}"))
+        })?;
+        let mut spans = Vec::new();
+        spans.try_reserve_exact(max_spans).map_err(|_| {
+            Error::invalid(format!("max_spans is {max_spans}, more than there is memory for"))
+        })?;
+        Ok(Self { phases: std::array::from_fn(|_| empty.clone()), steps: empty, spans, dropped_spans: 0 })
+    }
+}
+
+/// The recorder of one scheduler; empty unless recording is on.
+#[derive(Default)]
+pub(super) struct Phases(Option<Box<Recorder>>);
+
+struct Recorder {
+    began: Instant,
+    /// Nanoseconds of each phase in the step at hand.
+    current: [u64; Phase::ALL.len()],
+    step_id: u64,
+    times: PhaseTimes,
+}
+
+impl Phases {
+    /// Begins to record, with room for `max_spans` single spans. What was recorded before is forgotten.
+    pub(super) fn begin(&mut self, max_spans: usize) -> Result<()> {
+        self.0 = Some(Box::new(Recorder {
+            began: Instant::now(),
+            current: [0; Phase::ALL.len()],
+            step_id: 0,
+            times: PhaseTimes::new(max_spans)?,
+        }));
+        Ok(())
+    }
+
+    /// Ends the recording and hands it over.
+    pub(super) fn end(&mut self) -> Option<PhaseTimes> {
+        self.0.take().map(|recorder| recorder.times)
+    }
+
+    /// The time now, if anybody wants to know.
+    #[inline]
+    pub(super) fn now(&self) -> Option<Instant> {
+        self.0.as_ref().map(|_| Instant::now())
+    }
+
+    /// Ends `phase`, which began at `since`; the next one begins at what is returned.
+    #[inline]
+    pub(super) fn lap(&mut self, phase: Phase, since: Option<Instant>) -> Option<Instant> {
+        let (Some(recorder), Some(since)) = (self.0.as_deref_mut(), since) else { return None };
+        let now = Instant::now();
+        recorder.add(phase, since, now);
+        Some(now)
+    }
+
+    /// Names the step that the phases up to [`Phases::end_step`] are of.
+    #[inline]
+    pub(super) fn name_step(&mut self, step_id: u64) {
+        if let Some(recorder) = self.0.as_deref_mut() {
+            recorder.step_id = step_id;
+        }
+    }
+
+    /// Closes the account of a step.
+    #[inline]
+    pub(super) fn end_step(&mut self) {
+        if let Some(recorder) = self.0.as_deref_mut() {
+            recorder.end_step();
+        }
+    }
+}
+
+impl Recorder {
+    fn add(&mut self, phase: Phase, since: Instant, now: Instant) {
+        let mut duration_ns = (now - since).as_nanos() as u64;
+        if phase == Phase::Admission {
+            // Look-ups lie inside admission.
+            duration_ns = duration_ns.saturating_sub(self.current[Phase::LookUp as usize]);
+        }
+        self.current[phase as usize] += duration_ns;
+        let start_ns = (since - self.began).as_nanos() as u64;
+        if self.times.spans.len() < self.times.spans.capacity() {
+            let duration_ns = (now - since).as_nanos() as u64;
+            self.times.spans.push(PhaseSpan { step_id: self.step_id, phase, start_ns, duration_ns });
+        } else {
+            self.times.dropped_spans += 1;
+        }
+    }
+
+    fn end_step(&mut self) {
+        let mut total = 0;
+        for (histogram, duration_ns) in self.times.phases.iter_mut().zip(&mut self.current) {
+            histogram.saturating_record(*duration_ns);
+            total += std::mem::take(duration_ns);
+        }
+        self.times.steps.saturating_record(total);
+    }
+}
