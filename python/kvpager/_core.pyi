@@ -476,8 +476,12 @@ class Match:
         """Blocks of the pinned prefix."""
 
     @property
+    def parts(self) -> list[tuple[int, int]]:
+        """(namespace, blocks) of each part, first to last; one part for a match in one namespace."""
+
+    @property
     def namespace(self) -> int:
-        """The namespace it was matched in."""
+        """The namespace it was matched in; of a chain, the most private one: where blocks are inserted."""
 
     @property
     def block_ids(self) -> npt.NDArray[np.int32]:
@@ -498,6 +502,88 @@ class Match:
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
+class ScopeChain:
+    """Namespaces of one fingerprint in the order of look-up; made by `PrefixIndex.chain`."""
+
+    @property
+    def namespaces(self) -> list[int]:
+        """The namespaces' numbers, most public first. Inserts go to the last."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class NamespaceStats:
+    """Counts of one namespace: a function of what was done in it and of what eviction took."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be matched."""
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that have them."""
+    @property
+    def num_purged_blocks(self) -> int:
+        """Blocks that a purge cut off and that are still held."""
+    @property
+    def num_purges(self) -> int:
+        """How often it was purged."""
+
+@final
+class EventBatch:
+    """Events of an index, oldest first, as arrays; E events with D digests and T tokens in all.
+
+    A block is named by a keyed 256-bit digest of everything up to its end: who has no key cannot test guesses
+    of a prompt against the stream. Followers see every namespace: the stream is for the operator.
+    """
+
+    @property
+    def must_resync(self) -> bool:
+        """Whether events were lost before these: what is known is void, start from a snapshot."""
+    @property
+    def numbers(self) -> npt.NDArray[np.uint64]:
+        """Numbers of the events, without gaps: [E], uint64."""
+    @property
+    def namespaces(self) -> npt.NDArray[np.uint32]:
+        """Where they happened: [E], uint32."""
+    @property
+    def kinds(self) -> npt.NDArray[np.uint8]:
+        """What happened: [E], uint8; 0 stored, 1 removed (children before parents), 2 namespace cleared."""
+    @property
+    def parents(self) -> npt.NDArray[np.uint8]:
+        """Digest that the first block stored continues: [E, 32], uint8; zeros for other kinds."""
+    @property
+    def digest_start(self) -> npt.NDArray[np.int64]:
+        """Event `i` has `digests[digest_start[i]:digest_start[i + 1]]`: [E + 1], int64."""
+    @property
+    def digests(self) -> npt.NDArray[np.uint8]:
+        """Digests of the blocks stored, one below the other, or removed: [D, 32], uint8."""
+    @property
+    def token_start(self) -> npt.NDArray[np.int64]:
+        """Event `i` has `tokens[token_start[i]:token_start[i + 1]]`: [E + 1], int64."""
+    @property
+    def tokens(self) -> npt.NDArray[np.uint32]:
+        """Tokens of the blocks stored: [T], uint32; empty unless the stream carries them."""
+    def __len__(self) -> int: ...
+
+@final
+class Snapshot:
+    """Every matchable block of an index at one moment, B of them, to start following its events from."""
+
+    @property
+    def next_number(self) -> int:
+        """Number of the first event that is not in it: apply those from there on."""
+    @property
+    def namespaces(self) -> npt.NDArray[np.uint32]:
+        """Namespace of each block: [B], uint32."""
+    @property
+    def parents(self) -> npt.NDArray[np.uint8]:
+        """Digest that each block continues: [B, 32], uint8."""
+    @property
+    def digests(self) -> npt.NDArray[np.uint8]:
+        """Digest of each block, parents before children: [B, 32], uint8."""
+    def __len__(self) -> int: ...
+
+@final
 class PrefixIndex:
     """Finds reusable prefixes, in whole blocks, and keeps their blocks.
 
@@ -508,13 +594,25 @@ class PrefixIndex:
         pool: the pool whose blocks it keeps.
         block_size: tokens in a block.
         eviction: which cached block goes first: "lru" or "learned".
+        event_key: 32 random bytes, the operator's secret, turn the stream of events on; followers of indexes
+            with one key see equal digests for equal content. Off costs nothing.
+        event_capacity: events kept for a follower that lags behind; when they are more, all are dropped and
+            the next batch says `must_resync`.
+        event_tokens: whether stored events carry the blocks' tokens.
 
     Raises:
-        InvalidArgumentError: a block size of 0, or an unknown policy.
+        InvalidArgumentError: a block size or a capacity of 0, an unknown policy, a key of another length.
     """
 
     def __new__(
-        cls, pool: BlockPool, *, block_size: int = 16, eviction: Literal["lru", "learned"] = "lru"
+        cls,
+        pool: BlockPool,
+        *,
+        block_size: int = 16,
+        eviction: Literal["lru", "learned"] = "lru",
+        event_key: bytes | None = None,
+        event_capacity: int = 65_536,
+        event_tokens: bool = False,
     ) -> PrefixIndex: ...
     @property
     def block_size(self) -> int:
@@ -543,10 +641,36 @@ class PrefixIndex:
             InvalidArgumentError: the namespace is charged to another account.
         """
 
+    def set_isolation(self, account: int, isolation: Literal["open", "scoped", "strict"]) -> None:
+        """Sets what an account's tenant may observe of others, before its first namespace.
+
+        `scoped`, the default, hides others' content but for memory pressure; `strict` makes all that is seen
+        a function of the tenant's own requests and quota; `open` hides nothing.
+
+        Raises:
+            WrongStateError: the account has a namespace already.
+            InvalidArgumentError: an unknown level or account, or `strict` where guarantee and limit differ.
+        """
+
+    def isolation(self, account: int) -> Literal["open", "scoped", "strict"]:
+        """The level of an account."""
+
+    def chain(self, namespaces: Sequence[int]) -> ScopeChain:
+        """A chain to look up in order: public, then group, then private, each at most once.
+
+        Raises:
+            InvalidArgumentError: no namespace, another order, a public one at the end (only `publish` inserts
+                there), or different fingerprints.
+        """
+
     def match_prefix(
-        self, namespace: int, tokens: npt.NDArray[np.integer] | Sequence[int], *, whole: bool = False
+        self,
+        namespace: int | ScopeChain,
+        tokens: npt.NDArray[np.integer] | Sequence[int],
+        *,
+        whole: bool = False,
     ) -> Match:
-        """Pins the longest cached prefix.
+        """Pins the longest cached prefix, of one namespace or of a chain's together.
 
         At most `len(tokens) - 1` tokens are matched, since the last one's logits are needed; with `whole`,
         all whole blocks.
@@ -558,7 +682,7 @@ class PrefixIndex:
 
     def match_many(
         self,
-        namespace: int,
+        namespace: int | ScopeChain,
         prompts: Sequence[npt.NDArray[np.integer] | Sequence[int]],
         *,
         whole: bool = False,
@@ -572,11 +696,12 @@ class PrefixIndex:
         """A match of the empty prefix, to insert below."""
 
     def insert_prefix(
-        self, namespace: int, tokens: npt.NDArray[np.integer] | Sequence[int]
+        self, namespace: int | ScopeChain, tokens: npt.NDArray[np.integer] | Sequence[int]
     ) -> tuple[Match, int]:
         """Makes every whole block of `tokens` resident and pins it, evicting cached blocks if it must.
 
-        For replays, warming and tests; a scheduler allocates first and inserts when the content is there.
+        Over a chain, what no scope has is inserted in the most private one. For replays, warming and
+        tests; a scheduler allocates first and inserts when the content is there.
 
         Returns:
             (match, tokens that were resident already).
@@ -584,6 +709,17 @@ class PrefixIndex:
         Raises:
             OutOfBlocksError: there is no room. Nothing is pinned or inserted.
             OverQuotaError: the account's limit leaves no room.
+        """
+
+    def publish_prefix(
+        self, namespace: int, tokens: npt.NDArray[np.integer] | Sequence[int]
+    ) -> tuple[Match, int]:
+        """`insert_prefix` in a public namespace, charged to its account: the operator's call.
+
+        The content must have been written. Keep the match for as long as the prefix is to stay.
+
+        Raises:
+            InvalidArgumentError: the namespace is not public.
         """
 
     def extend(
@@ -598,8 +734,7 @@ class PrefixIndex:
             pinned: an unreleased match of this index.
             tokens: the blocks' tokens, `len(blocks) * block_size` of them.
             blocks: handles of blocks that the caller holds exclusively: [num_blocks], uint64. They pass to
-            the
-                index.
+                the index.
 
         Returns:
             (blocks indexed, how many of them were resident already, handles). Where the content was resident,
@@ -608,6 +743,50 @@ class PrefixIndex:
 
         Raises:
             InvalidHandleError: a block is not exclusively held. Nothing was changed.
+        """
+
+    def publish(
+        self,
+        pinned: Match,
+        tokens: npt.NDArray[np.integer] | Sequence[int],
+        blocks: npt.NDArray[np.uint64] | Sequence[int],
+    ) -> tuple[int, int, npt.NDArray[np.uint64]]:
+        """`extend` below a match in a public namespace: the operator's call, the only way up.
+
+        Raises:
+            InvalidArgumentError: the namespace is not public.
+        """
+
+    def purge(self, scope: ShareScope) -> tuple[int, int]:
+        """Removes every prefix of a scope, over all fingerprints and, for a tenant, all its clients' salts.
+
+        From the return on nothing of it can be matched. What running requests hold is evicted when they
+        release it.
+
+        Returns:
+            (namespaces of the scope, blocks evicted at once).
+        """
+
+    def poll_events(self, max_events: int = 4096) -> EventBatch:
+        """Takes up to `max_events` events, oldest first. Empty if the stream is off."""
+
+    def snapshot(self) -> Snapshot:
+        """Everything that is matchable now. Keeps writers waiting: for the start of a follower."""
+
+    def namespace_stats(self, namespace: int) -> NamespaceStats:
+        """Counts of a namespace. Reads all of its nodes."""
+
+    def make_room(self, account: int, num_blocks: int) -> int:
+        """Evicts a `strict` account's own cached blocks until `num_blocks` more are within its limit.
+
+        To be called before each allocation for it. Nothing for other levels. Returns how many were evicted.
+        """
+
+    def reclaim(self, account: int, num_blocks: int) -> int:
+        """Evicts up to `num_blocks` cached blocks that an account's level lets go; returns how many.
+
+        `open`: what is due, of whoever is open; `scoped`: its own first, then others' beyond their
+        guarantees; `strict`: nobody's block within a guarantee.
         """
 
     def evict(self, num_blocks: int) -> int:

@@ -16,27 +16,62 @@ pub struct ScopeChain {
     namespaces: Vec<NamespaceId>,
 }
 
+impl ScopeChain {
+    /// The namespaces, most public first.
+    #[must_use]
+    pub fn namespaces(&self) -> &[NamespaceId] {
+        &self.namespaces
+    }
+
+    /// Where blocks are inserted.
+    #[must_use]
+    pub fn last(&self) -> NamespaceId {
+        self.namespaces[self.namespaces.len() - 1]
+    }
+}
+
 /// A pinned prefix, part by part: one pin for each namespace that it runs through.
 #[derive(Debug)]
 pub struct ChainPin {
-    /// The parts; each covers the blocks from where the one before ends.
-    parts: Vec<Pin>,
+    /// Parts before the last one; each covers the blocks from where the one before ends. Mostly none, so that a
+    /// prefix of one namespace allocates nothing.
+    heads: Vec<Pin>,
+    /// The last part; none if nothing matched.
+    tail: Option<Pin>,
     /// Where blocks are inserted.
     last: NamespaceId,
-    /// The prefix down to the last part's start, if that part is not in `last` yet.
-    key: PrefixKey,
+    /// What the first part in `last` continues, while there is none yet.
+    key: Option<PrefixKey>,
 }
 
 impl ChainPin {
+    /// A prefix that lies in one namespace, its most private one.
+    fn of_one(pin: Pin) -> Self {
+        let last = pin.namespace();
+        Self { heads: Vec::new(), tail: Some(pin), last, key: None }
+    }
+
     /// Blocks of the pinned prefix.
     #[must_use]
     pub fn num_blocks(&self) -> usize {
-        self.parts.iter().map(Pin::num_blocks).sum()
+        self.parts().map(|(_, num_blocks)| num_blocks).sum()
+    }
+
+    /// Where blocks are inserted.
+    #[must_use]
+    pub fn last(&self) -> NamespaceId {
+        self.last
     }
 
     /// (namespace, blocks) of each part.
     pub fn parts(&self) -> impl Iterator<Item = (NamespaceId, usize)> + '_ {
-        self.parts.iter().map(|pin| (pin.namespace(), pin.num_blocks()))
+        self.heads.iter().chain(&self.tail).map(|pin| (pin.namespace(), pin.num_blocks()))
+    }
+
+    /// The part in the most private namespace, if the prefix reaches there.
+    fn own_part(&mut self) -> Option<&mut Pin> {
+        let last = self.last;
+        self.tail.as_mut().filter(|part| part.namespace() == last)
     }
 }
 
@@ -62,7 +97,7 @@ impl PrefixIndex {
         if known.windows(2).any(|pair| rank(&pair[0].scope) >= rank(&pair[1].scope)) {
             return Err(Error::invalid("a chain goes from public to group to private, each at most once"));
         }
-        if matches!(last.scope, ShareScope::Public(_)) {
+        if last.is_public() {
             return Err(Error::invalid(
                 "a chain ends in a group or a private scope: only publish inserts publicly",
             ));
@@ -71,6 +106,22 @@ impl PrefixIndex {
             return Err(Error::invalid("the namespaces of a chain have different fingerprints"));
         }
         Ok(ScopeChain { namespaces: namespaces.to_vec() })
+    }
+
+    /// A chain of one public namespace, for the operator's own requests: what they compute is published.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the namespace is not public.
+    pub fn publishing_chain(&self, namespace: NamespaceId) -> Result<ScopeChain> {
+        self.check_public(namespace)?;
+        Ok(ScopeChain { namespaces: vec![namespace] })
+    }
+
+    pub(super) fn check_public(&self, namespace: NamespaceId) -> Result<()> {
+        if self.namespaces.get(namespace)?.is_public() {
+            return Ok(());
+        }
+        Err(Error::invalid(format!("namespace {namespace} is not public")))
     }
 
     /// Pins the longest prefix that the chain's namespaces have together and appends its blocks to `blocks`. At
@@ -84,8 +135,24 @@ impl PrefixIndex {
         tokens: &[u32],
         blocks: &mut Vec<BlockHandle>,
     ) -> Result<ChainPin> {
+        self.match_chain_whole(chain, self.without_last(tokens), blocks)
+    }
+
+    /// Like [`PrefixIndex::match_chain`], but matches all whole blocks of `tokens`, the last one too.
+    ///
+    /// # Errors
+    /// As [`PrefixIndex::match_prefix`]; nothing is pinned then.
+    pub fn match_chain_whole(
+        self: &Arc<Self>,
+        chain: &ScopeChain,
+        tokens: &[u32],
+        blocks: &mut Vec<BlockHandle>,
+    ) -> Result<ChainPin> {
+        if let [only] = chain.namespaces[..] {
+            return self.match_from(only, None, tokens, blocks).map(ChainPin::of_one);
+        }
         let start = blocks.len();
-        let matched = self.match_parts(chain, &tokens[..tokens.len().saturating_sub(1)], blocks);
+        let matched = self.match_parts(chain, tokens, blocks);
         if matched.is_err() {
             blocks.truncate(start);
         }
@@ -100,7 +167,7 @@ impl PrefixIndex {
     ) -> Result<ChainPin> {
         let before = blocks.len();
         let block_size = self.config.block_size as usize;
-        let last = chain.namespaces[chain.namespaces.len() - 1];
+        let last = chain.last();
         let mut parts: Vec<Pin> = Vec::new();
         let mut covered = 0;
         for &id in &chain.namespaces {
@@ -113,8 +180,10 @@ impl PrefixIndex {
             debug_assert!(covered <= next.end || next.end == 0);
             parts.push(pin);
         }
-        let key = (self.prefix_digests(&tokens[..covered * block_size]).last(), covered as u32);
-        Ok(ChainPin { parts, last, key: (key.0.unwrap_or(self.digest_key), key.1) })
+        let tail = parts.pop();
+        let is_continued = tail.as_ref().is_some_and(|part| part.namespace() != last);
+        let key = is_continued.then(|| self.prefix_key(&tokens[..covered * block_size]));
+        Ok(ChainPin { heads: parts, tail, last, key })
     }
 
     /// The part of a namespace that leads furthest, if it leads beyond `covered`.
@@ -171,22 +240,22 @@ impl PrefixIndex {
     /// Inserts whole blocks below a chain's match, in its most private namespace.
     ///
     /// # Errors
-    /// As [`PrefixIndex::extend`].
+    /// As [`PrefixIndex::extend`]; the chain's match is as it was then.
     pub fn extend_chain(
         self: &Arc<Self>,
         pin: &mut ChainPin,
         tokens: &[u32],
         blocks: &mut [BlockHandle],
     ) -> Result<Extended> {
-        if pin.parts.last().is_none_or(|part| part.namespace() != pin.last) {
-            let part = match pin.num_blocks() {
-                0 => self.root(pin.last)?,
-                _ => self.continuation_pin(pin.last, pin.key)?,
+        if pin.own_part().is_none() {
+            let part = match pin.key {
+                None => self.root(pin.last)?,
+                Some(key) => self.continuation_pin(pin.last, key)?,
             };
-            pin.parts.push(part);
+            pin.heads.extend(pin.tail.replace(part));
         }
-        match pin.parts.last_mut() {
-            Some(part) => self.extend(part, tokens, blocks),
+        match pin.own_part() {
+            Some(part) => self.extend_any(part, tokens, blocks),
             None => Ok(Extended::default()),
         }
     }
@@ -202,9 +271,7 @@ impl PrefixIndex {
         tokens: &[u32],
         blocks: &mut [BlockHandle],
     ) -> Result<Extended> {
-        if !matches!(self.namespaces.get(pin.namespace)?.scope, ShareScope::Public(_)) {
-            return Err(Error::invalid(format!("namespace {} is not public", pin.namespace)));
-        }
+        self.check_public(pin.namespace)?;
         self.extend_any(pin, tokens, blocks)
     }
 

@@ -3,7 +3,7 @@
 use super::namespace::Namespace;
 use super::order::Order;
 use super::tree::Tree;
-use super::{Pin, PrefixIndex, ShareScope, lock};
+use super::{Pin, PrefixIndex, lock};
 use crate::error::{Error, Result};
 use crate::ids::BlockHandle;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ impl PrefixIndex {
         tokens: &[u32],
         blocks: &mut [BlockHandle],
     ) -> Result<Extended> {
-        if matches!(self.namespaces.get(pin.namespace)?.scope, ShareScope::Public(_)) {
+        if self.namespaces.get(pin.namespace)?.is_public() {
             return Err(Error::invalid("only publish inserts into a public scope"));
         }
         self.extend_any(pin, tokens, blocks)

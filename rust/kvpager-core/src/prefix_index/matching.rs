@@ -76,7 +76,7 @@ impl PrefixIndex {
         self.pin(namespace, held, &[], 0)
     }
 
-    fn without_last<'a>(&self, tokens: &'a [u32]) -> &'a [u32] {
+    pub(super) fn without_last<'a>(&self, tokens: &'a [u32]) -> &'a [u32] {
         &tokens[..tokens.len().saturating_sub(1)]
     }
 

@@ -28,6 +28,7 @@ mod pin;
 mod purge;
 mod roots;
 mod scope;
+mod stats;
 mod token_arena;
 mod tree;
 mod value_evictor;
@@ -40,6 +41,7 @@ pub use isolation::Isolation;
 pub use pin::Pin;
 pub use purge::Purged;
 pub use scope::ShareScope;
+pub use stats::NamespaceStats;
 
 use crate::block_pool::BlockPool;
 use crate::error::{Error, Result};

@@ -55,6 +55,11 @@ impl Namespace {
         }
     }
 
+    /// Whether only `publish` inserts there.
+    pub(super) fn is_public(&self) -> bool {
+        matches!(self.scope, ShareScope::Public(_))
+    }
+
     // A lock is poisoned only by a panic inside the index, which is a bug that has been reported there;
     // refusing every later call would only hide it.
     pub(super) fn read_tree(&self) -> RwLockReadGuard<'_, Tree> {

@@ -1,14 +1,17 @@
 //! `PrefixIndex`.
 
+use super::events::{PyEventBatch, PySnapshot};
 use super::identity::{PyFingerprint, PyShareScope, namespace_id};
-use super::pinned::PyMatch;
+use super::pinned::{Held, PyMatch};
+use super::place::{Pinned, Place, PlaceRef, PyScopeChain};
+use super::stats::PyNamespaceStats;
 use super::tokens::Tokens;
 use crate::arrays::read_ints;
 use crate::block_pool::PyBlockPool;
 use crate::error::{IntoPyResult, invalid};
-use kvpager_core::block_pool::Quota;
-use kvpager_core::prefix_index::{Fingerprint, IndexConfig, Pin, PrefixIndex};
-use kvpager_core::{AccountId, BlockHandle, NamespaceId};
+use kvpager_core::block_pool::{Quota, Reclaim};
+use kvpager_core::prefix_index::{EventConfig, Extended, Fingerprint, IndexConfig, Isolation, PrefixIndex};
+use kvpager_core::{AccountId, BlockHandle};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use std::sync::{Arc, OnceLock};
@@ -37,27 +40,85 @@ impl PyPrefixIndex {
 
     fn match_one(
         &self,
-        namespace: NamespaceId,
+        place: PlaceRef<'_>,
         tokens: &[u32],
         is_whole: bool,
     ) -> kvpager_core::Result<PyMatch> {
         let mut blocks = Vec::with_capacity(tokens.len() / self.block_size);
-        let pin = if is_whole {
-            self.inner.match_whole(namespace, tokens, &mut blocks)?
-        } else {
-            self.inner.match_prefix(namespace, tokens, &mut blocks)?
+        let pinned = place.find(&self.inner, tokens, is_whole, &mut blocks)?;
+        Ok(PyMatch::new(pinned, blocks, self.block_size))
+    }
+
+    /// Makes a match of what `insert` does with an empty list of blocks, the interpreter released if it is long.
+    fn insert_with(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        insert: impl FnOnce(&[u32], &mut Vec<BlockHandle>) -> kvpager_core::Result<(Pinned, usize)> + Send,
+    ) -> PyResult<(PyMatch, usize)> {
+        let tokens = Tokens::read(tokens, "tokens")?;
+        let tokens = tokens.as_slice()?;
+        let insert = || {
+            let mut blocks = Vec::with_capacity(tokens.len() / self.block_size);
+            let (pinned, num_matched) = insert(tokens, &mut blocks)?;
+            Ok((PyMatch::new(pinned, blocks, self.block_size), num_matched * self.block_size))
         };
-        Ok(PyMatch::new(pin, blocks, self.block_size))
+        if tokens.len() <= MAX_TOKENS_ATTACHED { insert().py() } else { py.detach(insert).py() }
+    }
+
+    /// Inserts the caller's blocks below a match by `insert`.
+    fn extend_with<'py>(
+        &self,
+        py: Python<'py>,
+        pinned: &PyMatch,
+        tokens: &Bound<'py, PyAny>,
+        blocks: &Bound<'py, PyAny>,
+        insert: impl FnOnce(&mut Pinned, &[u32], &mut [BlockHandle]) -> kvpager_core::Result<Extended> + Send,
+    ) -> PyResult<Inserted<'py>> {
+        let tokens = Tokens::read(tokens, "tokens")?;
+        let tokens = tokens.as_slice()?;
+        let bits: Vec<u64> = read_ints(blocks, "blocks")?;
+        let mut blocks: Vec<BlockHandle> = bits.into_iter().map(BlockHandle::from_bits).collect();
+        let extend = |held: &mut Held| {
+            let done = insert(&mut held.pin, tokens, &mut blocks)?;
+            held.blocks.extend_from_slice(&blocks[..done.num_indexed]);
+            Ok(done)
+        };
+        let is_short = tokens.len() <= MAX_TOKENS_ATTACHED;
+        let done = if is_short { pinned.with(extend)? } else { py.detach(|| pinned.with(extend))? };
+        let bits = blocks.into_iter().map(BlockHandle::to_bits).collect();
+        Ok((done.num_indexed, done.num_duplicates, PyArray1::from_vec(py, bits)))
     }
 }
+
+/// (blocks indexed, how many of them were resident, handles).
+type Inserted<'py> = (usize, usize, Bound<'py, PyArray1<u64>>);
 
 #[pymethods]
 impl PyPrefixIndex {
     #[new]
-    #[pyo3(signature = (pool, *, block_size=16, eviction="lru"))]
-    fn new(pool: &PyBlockPool, block_size: u32, eviction: &str) -> PyResult<Self> {
+    #[pyo3(signature = (pool, *, block_size=16, eviction="lru", event_key=None, event_capacity=65_536,
+        event_tokens=false))]
+    fn new(
+        pool: &PyBlockPool,
+        block_size: u32,
+        eviction: &str,
+        event_key: Option<&[u8]>,
+        event_capacity: usize,
+        event_tokens: bool,
+    ) -> PyResult<Self> {
         let config = IndexConfig { block_size, eviction: eviction.parse::<_>().py()? };
-        let inner = PrefixIndex::new(Arc::clone(&pool.inner), config).py()?;
+        let pool = Arc::clone(&pool.inner);
+        let inner = match event_key {
+            None => PrefixIndex::new(pool, config).py()?,
+            Some(key) => {
+                let key = key.try_into().map_err(|_| {
+                    invalid(format!("event_key must have 32 random bytes, has {}", key.len()))
+                })?;
+                let events = EventConfig { key, capacity: event_capacity, with_tokens: event_tokens };
+                PrefixIndex::with_events(pool, config, events).py()?
+            }
+        };
         Ok(Self { inner, block_size: block_size as usize, account: OnceLock::new() })
     }
 
@@ -87,22 +148,43 @@ impl PyPrefixIndex {
         Ok(self.inner.namespace(&scope.inner, fingerprint, account).py()?.0)
     }
 
-    /// Pins the longest cached prefix of `tokens`.
+    /// Sets what an account's tenant may observe of others: "open", "scoped" (the default) or "strict".
+    fn set_isolation(&self, account: u32, isolation: &str) -> PyResult<()> {
+        self.inner.set_isolation(AccountId(account), isolation.parse().py()?).py()
+    }
+
+    /// The level of an account.
+    fn isolation(&self, account: u32) -> &'static str {
+        match self.inner.isolation(AccountId(account)) {
+            Isolation::Open => "open",
+            Isolation::Scoped => "scoped",
+            Isolation::Strict => "strict",
+        }
+    }
+
+    /// A chain of namespaces to look up in order: public, group, private.
+    fn chain(&self, namespaces: Vec<i64>) -> PyResult<PyScopeChain> {
+        let ids = namespaces.into_iter().map(namespace_id).collect::<PyResult<Vec<_>>>()?;
+        Ok(PyScopeChain { inner: self.inner.chain(&ids).py()? })
+    }
+
+    /// Pins the longest cached prefix of `tokens`, in a namespace or over a chain.
     #[pyo3(signature = (namespace, tokens, *, whole=false))]
     fn match_prefix(
         &self,
         py: Python<'_>,
-        namespace: i64,
+        namespace: &Bound<'_, PyAny>,
         tokens: &Bound<'_, PyAny>,
         whole: bool,
     ) -> PyResult<PyMatch> {
-        let namespace = namespace_id(namespace)?;
+        let place = Place::read(namespace)?;
+        let place = place.get();
         let tokens = Tokens::read(tokens, "tokens")?;
         let tokens = tokens.as_slice()?;
         if tokens.len() <= MAX_TOKENS_ATTACHED {
-            return self.match_one(namespace, tokens, whole).py();
+            return self.match_one(place, tokens, whole).py();
         }
-        py.detach(|| self.match_one(namespace, tokens, whole)).py()
+        py.detach(|| self.match_one(place, tokens, whole)).py()
     }
 
     /// Pins the longest cached prefix of each prompt, with the interpreter released throughout.
@@ -110,11 +192,12 @@ impl PyPrefixIndex {
     fn match_many(
         &self,
         py: Python<'_>,
-        namespace: i64,
+        namespace: &Bound<'_, PyAny>,
         prompts: Vec<Bound<'_, PyAny>>,
         whole: bool,
     ) -> PyResult<Vec<PyMatch>> {
-        let namespace = namespace_id(namespace)?;
+        let place = Place::read(namespace)?;
+        let place = place.get();
         let prompts: Vec<Tokens<'_>> = prompts
             .iter()
             .enumerate()
@@ -122,7 +205,7 @@ impl PyPrefixIndex {
             .collect::<PyResult<_>>()?;
         let prompts: Vec<&[u32]> = prompts.iter().map(Tokens::as_slice).collect::<PyResult<_>>()?;
         let found: kvpager_core::Result<Vec<PyMatch>> =
-            py.detach(|| prompts.iter().map(|prompt| self.match_one(namespace, prompt, whole)).collect());
+            py.detach(|| prompts.iter().map(|prompt| self.match_one(place, prompt, whole)).collect());
         found.py()
     }
 
@@ -135,25 +218,33 @@ impl PyPrefixIndex {
     /// A match of the empty prefix.
     fn root(&self, namespace: i64) -> PyResult<PyMatch> {
         let pin = self.inner.root(namespace_id(namespace)?).py()?;
-        Ok(PyMatch::new(pin, Vec::new(), self.block_size))
+        Ok(PyMatch::new(Pinned::One(pin), Vec::new(), self.block_size))
     }
 
     /// Makes every whole block of `tokens` resident and pins it; returns the match and the tokens found resident.
     fn insert_prefix(
         &self,
         py: Python<'_>,
+        namespace: &Bound<'_, PyAny>,
+        tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<(PyMatch, usize)> {
+        let place = Place::read(namespace)?;
+        let place = place.get();
+        self.insert_with(py, tokens, |tokens, blocks| place.insert(&self.inner, tokens, blocks))
+    }
+
+    /// `insert_prefix` in a public namespace: the operator's call.
+    fn publish_prefix(
+        &self,
+        py: Python<'_>,
         namespace: i64,
         tokens: &Bound<'_, PyAny>,
     ) -> PyResult<(PyMatch, usize)> {
         let namespace = namespace_id(namespace)?;
-        let tokens = Tokens::read(tokens, "tokens")?;
-        let tokens = tokens.as_slice()?;
-        let insert = || {
-            let mut blocks = Vec::with_capacity(tokens.len() / self.block_size);
-            let (pin, num_matched) = self.inner.insert_prefix(namespace, tokens, &mut blocks)?;
-            Ok((PyMatch::new(pin, blocks, self.block_size), num_matched * self.block_size))
-        };
-        if tokens.len() <= MAX_TOKENS_ATTACHED { insert().py() } else { py.detach(insert).py() }
+        self.insert_with(py, tokens, |tokens, blocks| {
+            let (pin, found) = self.inner.publish_prefix(namespace, tokens, blocks)?;
+            Ok((Pinned::One(pin), found))
+        })
     }
 
     /// Inserts whole blocks below a match and moves it to the new deepest node.
@@ -163,21 +254,56 @@ impl PyPrefixIndex {
         pinned: &PyMatch,
         tokens: &Bound<'py, PyAny>,
         blocks: &Bound<'py, PyAny>,
-    ) -> PyResult<(usize, usize, Bound<'py, PyArray1<u64>>)> {
-        let tokens = Tokens::read(tokens, "tokens")?;
-        let tokens = tokens.as_slice()?;
-        let bits: Vec<u64> = read_ints(blocks, "blocks")?;
-        let mut blocks: Vec<BlockHandle> = bits.into_iter().map(BlockHandle::from_bits).collect();
-        let mut extend = || {
-            pinned.with(|held| {
-                let done = self.inner.extend(&mut held.pin, tokens, &mut blocks)?;
-                held.blocks.extend_from_slice(&blocks[..done.num_indexed]);
-                Ok(done)
-            })
-        };
-        let done = if tokens.len() <= MAX_TOKENS_ATTACHED { extend()? } else { py.detach(extend)? };
-        let bits = blocks.into_iter().map(BlockHandle::to_bits).collect();
-        Ok((done.num_indexed, done.num_duplicates, PyArray1::from_vec(py, bits)))
+    ) -> PyResult<Inserted<'py>> {
+        self.extend_with(py, pinned, tokens, blocks, |pin, tokens, blocks| {
+            pin.extend(&self.inner, tokens, blocks)
+        })
+    }
+
+    /// `extend` below a match in a public namespace: the operator's call.
+    fn publish<'py>(
+        &self,
+        py: Python<'py>,
+        pinned: &PyMatch,
+        tokens: &Bound<'py, PyAny>,
+        blocks: &Bound<'py, PyAny>,
+    ) -> PyResult<Inserted<'py>> {
+        self.extend_with(py, pinned, tokens, blocks, |pin, tokens, blocks| {
+            pin.publish(&self.inner, tokens, blocks)
+        })
+    }
+
+    /// Removes every prefix of a scope; returns the namespaces it has and the blocks evicted at once.
+    fn purge(&self, py: Python<'_>, scope: &PyShareScope) -> (usize, usize) {
+        let done = py.detach(|| self.inner.purge(&scope.inner));
+        (done.num_namespaces, done.num_evicted)
+    }
+
+    /// Takes up to `max_events` events, oldest first.
+    #[pyo3(signature = (max_events=4096))]
+    fn poll_events(&self, py: Python<'_>, max_events: usize) -> PyEventBatch {
+        PyEventBatch::new(py.detach(|| self.inner.poll_events(max_events)))
+    }
+
+    /// Everything that is matchable now, to start following from.
+    fn snapshot(&self, py: Python<'_>) -> PySnapshot {
+        PySnapshot::new(py.detach(|| self.inner.snapshot()))
+    }
+
+    /// Counts of a namespace.
+    fn namespace_stats(&self, py: Python<'_>, namespace: i64) -> PyResult<PyNamespaceStats> {
+        let namespace = namespace_id(namespace)?;
+        Ok(PyNamespaceStats::new(py.detach(|| self.inner.namespace_stats(namespace)).py()?))
+    }
+
+    /// Evicts an account's own cached blocks until `num_blocks` more are within its limit, if it is `strict`.
+    fn make_room(&self, py: Python<'_>, account: u32, num_blocks: u32) -> PyResult<u32> {
+        py.detach(|| self.inner.make_room(AccountId(account), num_blocks)).py()
+    }
+
+    /// Evicts up to `num_blocks` cached blocks for an account, whose as its level says; returns how many.
+    fn reclaim(&self, py: Python<'_>, account: u32, num_blocks: u32) -> u32 {
+        py.detach(|| self.inner.reclaim(AccountId(account), num_blocks))
     }
 
     /// Evicts up to `num_blocks` cached blocks; returns how many.
@@ -207,5 +333,5 @@ impl PyPrefixIndex {
 /// Keeps the type that crosses threads in one place: a pin may be dropped on any of them.
 const _: fn() = || {
     fn is_send<T: Send>() {}
-    is_send::<Pin>();
+    is_send::<Pinned>();
 };

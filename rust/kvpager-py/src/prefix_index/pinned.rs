@@ -1,7 +1,7 @@
 //! `Match`: a pinned prefix that releases itself.
 
+use super::place::Pinned;
 use crate::error::IntoPyResult;
-use kvpager_core::prefix_index::Pin;
 use kvpager_core::{BlockHandle, Error};
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -17,12 +17,12 @@ pub(crate) struct PyMatch {
 
 /// What an unreleased match has.
 pub(super) struct Held {
-    pub(super) pin: Pin,
+    pub(super) pin: Pinned,
     pub(super) blocks: Vec<BlockHandle>,
 }
 
 impl PyMatch {
-    pub(super) fn new(pin: Pin, blocks: Vec<BlockHandle>, block_size: usize) -> Self {
+    pub(super) fn new(pin: Pinned, blocks: Vec<BlockHandle>, block_size: usize) -> Self {
         let namespace = pin.namespace().0;
         Self { held: Mutex::new(Some(Held { pin, blocks })), namespace, block_size }
     }
@@ -52,7 +52,13 @@ impl PyMatch {
         self.with(|held| Ok(held.pin.num_blocks()))
     }
 
-    /// The namespace it was matched in.
+    /// (namespace, blocks) of each part, first to last: one part for a match in one namespace.
+    #[getter]
+    fn parts(&self) -> PyResult<Vec<(u32, usize)>> {
+        self.with(|held| Ok(held.pin.parts()))
+    }
+
+    /// The namespace it was matched in; of a chain, the most private one.
     #[getter]
     fn namespace(&self) -> u32 {
         self.namespace

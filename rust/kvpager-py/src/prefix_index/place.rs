@@ -1,0 +1,147 @@
+//! Where a call looks or inserts: one namespace, or a chain of scopes.
+
+use super::identity::namespace_id;
+use kvpager_core::prefix_index::{ChainPin, Extended, Pin, PrefixIndex, ScopeChain};
+use kvpager_core::{BlockHandle, NamespaceId, Result};
+use pyo3::prelude::*;
+use std::sync::Arc;
+
+/// Namespaces of one fingerprint in the order of look-up, the most private one last.
+#[pyclass(name = "ScopeChain", module = "kvpager", frozen, eq)]
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct PyScopeChain {
+    pub(super) inner: ScopeChain,
+}
+
+#[pymethods]
+impl PyScopeChain {
+    /// The namespaces' numbers, most public first.
+    #[getter]
+    fn namespaces(&self) -> Vec<u32> {
+        self.inner.namespaces().iter().map(|id| id.0).collect()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("ScopeChain(namespaces={:?})", self.namespaces())
+    }
+}
+
+/// A namespace's number, or a chain.
+pub(super) enum Place<'py> {
+    One(NamespaceId),
+    Chain(PyRef<'py, PyScopeChain>),
+}
+
+impl<'py> Place<'py> {
+    pub(super) fn read(object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        match object.cast::<PyScopeChain>() {
+            Ok(chain) => Ok(Self::Chain(chain.borrow())),
+            Err(_) => namespace_id(object.extract()?).map(Self::One),
+        }
+    }
+
+    /// The same without the interpreter, to work with it released.
+    pub(super) fn get(&self) -> PlaceRef<'_> {
+        match self {
+            Self::One(namespace) => PlaceRef::One(*namespace),
+            Self::Chain(chain) => PlaceRef::Chain(&chain.inner),
+        }
+    }
+}
+
+/// A borrowed [`Place`].
+#[derive(Clone, Copy)]
+pub(super) enum PlaceRef<'a> {
+    One(NamespaceId),
+    Chain(&'a ScopeChain),
+}
+
+impl PlaceRef<'_> {
+    pub(super) fn find(
+        self,
+        index: &Arc<PrefixIndex>,
+        tokens: &[u32],
+        is_whole: bool,
+        blocks: &mut Vec<BlockHandle>,
+    ) -> Result<Pinned> {
+        match (self, is_whole) {
+            (Self::One(id), false) => index.match_prefix(id, tokens, blocks).map(Pinned::One),
+            (Self::One(id), true) => index.match_whole(id, tokens, blocks).map(Pinned::One),
+            (Self::Chain(chain), false) => index.match_chain(chain, tokens, blocks).map(Pinned::Chain),
+            (Self::Chain(chain), true) => index.match_chain_whole(chain, tokens, blocks).map(Pinned::Chain),
+        }
+    }
+
+    pub(super) fn insert(
+        self,
+        index: &Arc<PrefixIndex>,
+        tokens: &[u32],
+        blocks: &mut Vec<BlockHandle>,
+    ) -> Result<(Pinned, usize)> {
+        match self {
+            Self::One(id) => {
+                index.insert_prefix(id, tokens, blocks).map(|(pin, found)| (Pinned::One(pin), found))
+            }
+            Self::Chain(chain) => {
+                index.insert_chain(chain, tokens, blocks).map(|(pin, found)| (Pinned::Chain(pin), found))
+            }
+        }
+    }
+}
+
+/// What an unreleased match holds.
+pub(super) enum Pinned {
+    One(Pin),
+    Chain(ChainPin),
+}
+
+impl Pinned {
+    pub(super) fn num_blocks(&self) -> usize {
+        match self {
+            Self::One(pin) => pin.num_blocks(),
+            Self::Chain(pin) => pin.num_blocks(),
+        }
+    }
+
+    /// Where blocks are inserted.
+    pub(super) fn namespace(&self) -> NamespaceId {
+        match self {
+            Self::One(pin) => pin.namespace(),
+            Self::Chain(pin) => pin.last(),
+        }
+    }
+
+    /// (namespace, blocks) of each part, in order.
+    pub(super) fn parts(&self) -> Vec<(u32, usize)> {
+        match self {
+            Self::One(pin) => vec![(pin.namespace().0, pin.num_blocks())],
+            Self::Chain(pin) => pin.parts().map(|(id, num_blocks)| (id.0, num_blocks)).collect(),
+        }
+    }
+
+    pub(super) fn extend(
+        &mut self,
+        index: &Arc<PrefixIndex>,
+        tokens: &[u32],
+        blocks: &mut [BlockHandle],
+    ) -> Result<Extended> {
+        match self {
+            Self::One(pin) => index.extend(pin, tokens, blocks),
+            Self::Chain(pin) => index.extend_chain(pin, tokens, blocks),
+        }
+    }
+
+    pub(super) fn publish(
+        &mut self,
+        index: &Arc<PrefixIndex>,
+        tokens: &[u32],
+        blocks: &mut [BlockHandle],
+    ) -> Result<Extended> {
+        match self {
+            Self::One(pin) => index.publish(pin, tokens, blocks),
+            Self::Chain(_) => Err(kvpager_core::Error::InvalidArgument(
+                "publish needs a match of one public namespace, not of a chain".into(),
+            )),
+        }
+    }
+}
