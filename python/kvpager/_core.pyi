@@ -8,6 +8,8 @@ import numpy.typing as npt
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
+from kvpager.replay.run import RunSettings
+
 __version__: str
 
 # --- geometry -----------------------------------------------------------------------------------------------
@@ -1209,27 +1211,9 @@ class Replay:
     """One run of a workload through scheduler, index and pool, in virtual time."""
 
     def __new__(
-        cls,
-        num_blocks: int,
-        block_size: int,
-        *,
-        policy: str,
-        eviction: str,
-        reuse: bool,
-        max_batch_tokens: int,
-        max_running: int,
-        max_model_tokens: int,
-        max_prefill_chunk: int,
-        max_output_tokens: int,
-        hash_block: int,
-        tenants: Sequence[str],
-        arrivals: str,
-        speed: float,
-        rate: float,
-        seed: int,
-        step_time: tuple[float, float, float, float],
+        cls, settings: RunSettings, *, policy: str, eviction: str, hash_block: int, tenants: Sequence[str]
     ) -> Replay:
-        """A run that has no requests yet; the settings are those of `kvpager.replay.run.RunSettings`.
+        """A run that has no requests yet.
 
         Raises:
             InvalidArgumentError: with every setting that is out of range.
@@ -1268,20 +1252,12 @@ class SequentialReplay:
 class Oracle:
     """The clairvoyant schedule of a workload: first come, first served, with every output length known."""
 
-    def __new__(
-        cls,
-        num_blocks: int,
-        block_size: int,
-        *,
-        max_batch_tokens: int,
-        max_running: int,
-        max_output_tokens: int,
-        arrivals: str,
-        speed: float,
-        rate: float,
-        seed: int,
-        step_time: tuple[float, float, float, float],
-    ) -> Oracle: ...
+    def __new__(cls, settings: RunSettings) -> Oracle:
+        """A schedule that has no requests yet.
+
+        Raises:
+            InvalidArgumentError: with every setting that is out of range.
+        """
     def push(self, columns: object) -> None:
         """Takes a `kvpager.replay.Columns` of requests, in order of arrival."""
     def close(self) -> None:

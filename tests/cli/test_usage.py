@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import kvpager
+
 COMMAND = [sys.executable, "-c", "from kvpager.cli import main; main()"]
 
 
@@ -34,3 +36,8 @@ def test_no_command_shows_the_help() -> None:
     run = subprocess.run(COMMAND, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert "generate" in run.stdout + run.stderr
+
+
+def test_version_is_the_package_s() -> None:
+    run = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout == f"kvpager {kvpager.__version__}\n"

@@ -110,6 +110,20 @@ def test_what_can_never_fit_is_refused_and_counted(tmp_path: Path) -> None:
     assert (run["finished"], run["refused"]) == (2, {"never_fits": 1})
 
 
+def test_run_in_which_nothing_fits_is_a_failed_check() -> None:
+    done = run("generate:reasoning", "--blocks", 10, "--requests", 5, "--json")
+    assert done.returncode == 1
+    (idle,) = json.loads(done.stdout)["runs"]
+    assert (idle["finished"], idle["refused"], idle["virtual_time"]) == (0, {"never_fits": 5}, 0)
+    assert "none of 5 requests ran in 10 blocks of 16 tokens (5 never_fits)" in done.stderr
+    assert run("generate:reasoning", "--blocks", 10, "--requests", 5).returncode == 1
+
+
+def test_batch_size_counts_steps() -> None:
+    (figures,) = runs("generate:chat", "--requests", 20, "--no-oracle")
+    assert figures["batch_size"]["count"] == figures["memory"]["held"]["count"] == figures["steps"]
+
+
 def test_session_turns_wait_for_the_answer(tmp_path: Path) -> None:
     rows = [
         {"session_id": "a", "timestamp": 0, "input_length": 40, "output_length": 10},

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.replay import open_trace
 from kvpager.replay.search import parse_objectives
-from kvpager.replay.transforms import parse_shares, reordered
+from kvpager.replay.tenants import parse_tenants
+from kvpager.replay.transforms import reordered
 
-from .commands import run, runs
+from .commands import run, runs, write_lines
+from .commands import run as run_command
 
 SATURATED = ("--arrivals", "saturate", "--reuse", "off", "--requests", 300)
 
@@ -42,6 +45,68 @@ def test_tenants_by_share_get_their_share_and_their_own_figures() -> None:
     assert counts["chat"] == pytest.approx(300, abs=40)
     assert run["fairness"] == pytest.approx(16 / 20, abs=0.08), "three to one"
     assert all(tenant["latency"]["time_to_first_token"]["p99"] > 0 for tenant in run["tenants"])
+
+
+TENANT_RULES = [
+    ("prompt:short<=30,mid<=50,long", {"short": 1, "mid": 2, "long": 1}),
+    ("output:brief<=10,long", {"brief": 3, "long": 1}),
+    ("session:2", {"tenant-1": 3, "tenant-2": 1}),
+    ("round-robin:3", {"tenant-1": 2, "tenant-2": 1, "tenant-3": 1}),
+    ("field:team", {"red": 3, "other": 1}),
+    ("field:user~^(\\w+)-", {"alice": 2, "bob": 1, "other": 1}),
+]
+
+
+@pytest.mark.parametrize(("rule", "finished"), TENANT_RULES)
+def test_tenants_by_rule(tmp_path: Path, rule: str, finished: dict[str, int]) -> None:
+    fields = ("session_id", "input_length", "output_length", "team", "user")
+    rows = [
+        ("a", 40, 10, "red", "alice-1"),
+        ("b", 60, 10, "red", "bob-1"),
+        ("a", 50, 30, "red", "alice-2"),
+        ("a", 20, 5, None, "root"),
+    ]
+    trace = write_lines(tmp_path / "trace.jsonl", [dict(zip(fields, row, strict=True)) for row in rows])
+    (run,) = runs(trace, "--arrivals", "saturate", "--tenants", rule)
+    assert {tenant["tenant"]: tenant["finished"] for tenant in run["tenants"]} == finished
+
+
+def test_tenants_by_column_of_a_table(tmp_path: Path) -> None:
+    table = tmp_path / "lengths.csv"
+    table.write_text("prompt_len,output_len,team\n8,1,red\n9,8,blue\n9,8,red\n")
+    (run,) = runs(table, "--tenants", "field:team")
+    assert {tenant["tenant"]: tenant["finished"] for tenant in run["tenants"]} == {"red": 2, "blue": 1}
+    missing = run_command(table, "--tenants", "field:owner")
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
+    assert "lengths.csv: line 1: no column owner" in missing.stderr
+    nameless = run_command("generate:chat", "--tenants", "field:owner")
+    assert "generated traces have no named fields" in nameless.stderr
+
+
+def test_light_tenant_is_not_kept_behind_the_backlog_of_a_heavy_one(tmp_path: Path) -> None:
+    """The heavy tenant's thousands wait in its own queue; the light one is served in turn."""
+    heavy = [{"input_length": 100, "output_length": 50, "tenant": "heavy"}] * 3000
+    light = [{"input_length": 100, "output_length": 50, "tenant": "light"}] * 20
+    trace = write_lines(tmp_path / "trace.jsonl", heavy + light)
+    options = ("--arrivals", "saturate", "--reuse", "off", "--max-running", 16, "--no-oracle")
+    (run,) = runs(trace, *options)
+    waits = {tenant["tenant"]: tenant["latency"]["queue_wait"]["max"] for tenant in run["tenants"]}
+    assert waits["light"] < waits["heavy"] / 10
+    gaps = {tenant["tenant"]: tenant["worst_service_gap"] for tenant in run["tenants"]}
+    assert gaps["light"] < 2 * 16 * 150, "less than two batches of whole requests"
+
+
+def test_burst_has_the_published_shape_of_the_trace(shared_dir: Path) -> None:
+    """Dispersion and peak were found by an independent count of the file's arrivals in windows of 10 s."""
+    trace = shared_dir / "traces" / "AzureLLMInferenceTrace_conv.csv.gz"
+    (run,) = runs(trace, "--no-oracle", "--reuse", "off")
+    burst = run["burst"]
+    assert (burst["from"], burst["arrivals"]) == (1870, 98)
+    assert burst["index_of_dispersion"] == pytest.approx(4.0, abs=0.05)
+    assert burst["times_mean"] == pytest.approx(1.8, abs=0.05)
+    assert burst["finished"] == burst["latency"]["queue_wait"]["count"] == 98
+    slow, usual = (part["latency"]["time_to_first_token"]["p50"] for part in (burst, run))
+    assert slow > 2 * usual
 
 
 def test_search_finds_the_fewest_blocks_that_meet_the_bounds() -> None:
@@ -77,13 +142,17 @@ def test_bad_objectives_are_refused(text: str) -> None:
         parse_objectives(text)
 
 
-@pytest.mark.parametrize("text", ["", "a=", "=1", "a=-1", "a=nan", "a=inf", "a=1,,b=2"])
-def test_bad_shares_are_refused(text: str) -> None:
-    if text == "a=":
-        assert parse_shares(text) == {"a": 1.0}
-        return
-    with pytest.raises(InvalidArgumentError, match="--tenants"):
-        parse_shares(text)
+BAD_TENANTS = [
+    *("", "=1", "a=-1", "a=nan", "a=inf", "a=1,,b=2", "a=1,a=2"),
+    *("prompt:", "prompt:short<=10", "prompt:a<=10,b<=5,c", "prompt:a<=x,b", "output:a,b"),
+    *("session:", "session:0", "session:61", "round-robin:many", "field:", "field:user~("),
+]
+
+
+@pytest.mark.parametrize("text", BAD_TENANTS)
+def test_bad_tenant_rules_are_refused(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"--tenants is .*expected chat=3,batch=1"):
+        parse_tenants(text)
 
 
 def test_ten_million_requests_stream_in_bounded_memory() -> None:

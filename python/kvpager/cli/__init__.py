@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import importlib
 import sys
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -31,8 +31,20 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from kvpager import __version__
+
+        typer.echo(f"kvpager {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Keeps `kvpager COMMAND` a group even while it has one command."""
 
 

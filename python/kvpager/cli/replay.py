@@ -81,7 +81,12 @@ def replay(
     oracle: Annotated[bool, typer.Option(help="Compare with the clairvoyant schedule.")] = True,
     shuffle: Annotated[int | None, typer.Option(min=0, help="Seed of another order of the requests.")] = None,
     tenants: Annotated[
-        str | None, typer.Option(metavar="A=3,B=1", help="Give requests to tenants by share.")
+        str | None,
+        typer.Option(
+            metavar="RULE",
+            help="Who gets which request: a=3,b=1 by share; prompt:short<=1024,long by length (or output:…); "
+            "session:8; round-robin:4; field:NAME or field:NAME~REGEX.",
+        ),
     ] = None,
     short_by: Annotated[
         str,
@@ -102,12 +107,14 @@ def replay(
     No model runs: a step takes as long as the printed formula says, and output tokens are counted.
     """
     from kvpager.replay.formats import open_trace
-    from kvpager.replay.run import STEP_TIMES, RunSettings
+    from kvpager.replay.run import CLOCKS, RunSettings
     from kvpager.replay.study import Study
-    from kvpager.replay.transforms import parse_shares
+    from kvpager.replay.tenants import parse_tenants
 
-    if hardware not in STEP_TIMES:
-        raise InvalidArgumentError(f"--hardware is {hardware!r}, expected {', '.join(STEP_TIMES)}")
+    if tenants is not None:
+        parse_tenants(tenants)
+    if hardware not in CLOCKS:
+        raise InvalidArgumentError(f"--hardware is {hardware!r}, expected {', '.join(CLOCKS)}")
     if reuse not in ("on", "off"):
         raise InvalidArgumentError(f"--reuse is {reuse!r}, expected on or off")
     if (slo is None) != (find is None):
@@ -127,7 +134,7 @@ def replay(
         max_model_tokens=max_model_tokens or first.max_model_tokens,
         max_prefill_chunk=max_prefill_chunk,
         max_output_tokens=max_output_tokens or first.max_output_tokens,
-        step_time=STEP_TIMES[hardware] if calibrate is None else _calibrated(calibrate),
+        clock=CLOCKS[hardware] if calibrate is None else _calibrated(calibrate),
     )
     study = Study(
         source=trace,
@@ -139,7 +146,7 @@ def replay(
         sequential=sequential,
         oracle=oracle,
         shuffle=shuffle,
-        tenants=parse_shares(tenants) if tenants else None,
+        tenants=tenants,
         short_by=_percents(short_by),
     )
     if slo is not None and find is not None:
@@ -148,7 +155,7 @@ def replay(
         _compare(study, first, report, png, as_json=as_json)
 
 
-def _calibrated(path: Path) -> tuple[float, float, float, float]:
+def _calibrated(path: Path) -> tuple[float, float, float]:
     from kvpager.replay.calibrate import calibrate
 
     fit = calibrate(path)
@@ -157,7 +164,7 @@ def _calibrated(path: Path) -> tuple[float, float, float, float]:
         f"{fit.worst_error:.1%} at worst",
         err=True,
     )
-    return fit.step_time
+    return fit.clock
 
 
 def _percents(text: str) -> tuple[float, ...]:
@@ -180,6 +187,16 @@ def _compare(study: Study, trace: Trace, page: Path | None, png: Path | None, *,
         print_runs(runs, trace, study.settings)
     if any(run["interrupted"] for run in runs):
         raise typer.Exit(130)
+    idle = next((run for run in runs if not run["finished"]), None)
+    if idle is not None:
+        refused = ", ".join(f"{count:,} {reason}" for reason, count in idle["refused"].items())
+        typer.echo(
+            f"kvpager: {idle['policy']}: none of {idle['requests']:,} requests ran in {idle['blocks']:,} "
+            f"blocks of {idle['block_size']} tokens ({refused}): give more --blocks or fewer "
+            "--max-output-tokens",
+            err=True,
+        )
+        raise typer.Exit(1)
 
 
 def _write_report(

@@ -48,6 +48,9 @@ def print_runs(runs: list[Run], trace: Trace, settings: RunSettings) -> None:
     if not sequential:
         for run in runs:
             console.print(_latency_table(run))
+            if run["burst"] is not None:
+                console.print(_burst_line(run))
+                console.print(_burst_table(run))
             if len(run["tenants"]) > 1:
                 console.print(_tenant_table(run))
     for run in runs:
@@ -91,7 +94,7 @@ def _quantiles(values: dict[str, float], *names: str) -> str:
 
 
 def _oracle(run: Run) -> str:
-    if run["oracle_time"] is None:
+    if not run["oracle_time"]:
         return "not run"
     return f"{run['virtual_time'] / run['oracle_time']:.3f}x of {run['oracle_time']:,.1f} s"
 
@@ -174,9 +177,37 @@ def _latency_table(run: Run) -> Table:
     return table
 
 
+def _burst_line(run: Run) -> str:
+    burst = run["burst"]
+    return (
+        f"{_title(run)}: the busiest {burst['window']:g} s (from {burst['from']:,.0f} s) brought "
+        f"{burst['arrivals']:,} requests, {burst['times_mean']:.1f} times the mean (index of dispersion "
+        f"{burst['index_of_dispersion']:.1f}); {burst['refused']:,} refused, {burst['preempted_requests']:,} "
+        f"preempted, {burst['peak_held']:,} blocks held at most when one ended"
+    )
+
+
+def _burst_table(run: Run) -> Table:
+    """The busiest ten seconds of arrivals beside the whole run."""
+    table = Table("seconds", "in it p50 / p99 / max", "whole run", box=None)
+    burst = run["burst"]
+    for name, label in _LATENCIES:
+        whole = run["latency"][name]
+        table.add_row(
+            label, *(_quantiles(part, "p50", "p99", "max") for part in (burst["latency"][name], whole))
+        )
+    return table
+
+
 def _tenant_table(run: Run) -> Table:
-    """What each tenant got, and how evenly: Jain's index of served tokens is 1 when all got the same."""
-    names = ("tenant", "finished", "served tokens", "hit rate", "first token p50 / p99 / max, s")
+    """What each tenant got, and how evenly: Jain's index of served tokens is 1 when all got the same.
+
+    `most tokens behind` is the most service that another tenant got more in any stretch in which both waited.
+    """
+    names = (
+        *("tenant", "finished", "served tokens", "most tokens behind", "hit rate"),
+        "first token p50 / p99 / max, s",
+    )
     title = f"{_title(run)}: tenants, Jain's index {run['fairness']:.3f}"
     table = Table(*names, title=title, title_justify="left", box=None)
     for tenant in run["tenants"]:
@@ -184,6 +215,7 @@ def _tenant_table(run: Run) -> Table:
             escape(tenant["tenant"]),
             f"{tenant['finished']:,}",
             f"{served_tokens(tenant):,}",
+            f"{tenant['worst_service_gap']:,}",
             _rate(tenant["hit_tokens"], tenant["prompt_tokens"]),
             _quantiles(tenant["latency"]["time_to_first_token"], "p50", "p99", "max"),
         )

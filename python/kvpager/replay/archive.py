@@ -46,5 +46,7 @@ def read_members(
                 if entry.isfile() and wanted(entry.name):
                     member = archive.extractfile(entry) if content else None
                     yield entry.name, b"" if member is None else member.read()
-    except (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
+    except OSError as error:
+        raise InvalidArgumentError(f"{path}: {error.strerror or error}") from error
+    except (EOFError, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
         raise InvalidArgumentError(f"{path}: {error}") from error

@@ -43,9 +43,9 @@ class Calibration:
     worst_error: float
 
     @property
-    def step_time(self) -> tuple[float, float, float, float]:
+    def clock(self) -> tuple[float, float, float]:
         """The coefficients as a run takes them."""
-        return self.floor, self.per_token, self.per_kv_token, 0.0
+        return self.floor, self.per_token, self.per_kv_token
 
 
 def calibrate(path: Path) -> Calibration:

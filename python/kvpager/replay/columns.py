@@ -48,14 +48,14 @@ class BadLines:
         """Notes a bad line.
 
         Args:
-            line: its number from 1, or the name of the entry.
+            line: its number from 1, or the name of the entry; the file's own name is not said twice.
             reason: one clause.
 
         Raises:
             InvalidArgumentError: unless bad lines are skipped.
         """
-        place = f"line {line}" if isinstance(line, int) else line
-        text = f"{self.path}: {place}: {reason}"
+        place = f"{self.path}: " if line == self.path.name else f"{self.path}: {line}: "
+        text = f"{self.path}: line {line}: {reason}" if isinstance(line, int) else f"{place}{reason}"
         if not self.skip:
             raise InvalidArgumentError(text)
         self.count += 1

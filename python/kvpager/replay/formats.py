@@ -15,6 +15,7 @@ from kvpager.replay.requests_jsonl import read_requests
 from kvpager.replay.servegen import read_servegen
 from kvpager.replay.sessions import read_sessions
 from kvpager.replay.tables import AZURE_COLUMNS, header, read_azure, read_lengths
+from kvpager.replay.tenants import FieldRule
 from kvpager.replay.text import first_line
 from kvpager.replay.trace import Trace
 
@@ -30,6 +31,7 @@ def open_trace(
     skip_bad: bool = False,
     seed: int = 0,
     requests: int | None = None,
+    tenants: FieldRule | None = None,
 ) -> Trace:
     """Opens a workload; its requests stream as they are asked for.
 
@@ -39,11 +41,13 @@ def open_trace(
         skip_bad: count bad lines and go on.
         seed: of everything that is drawn.
         requests: how many to draw, for workloads that are distributions.
+        tenants: the field that names the tenant, for formats with named fields.
 
     Raises:
         InvalidArgumentError: with file, line and reason.
     """
     if source.startswith("generate:"):
+        _refuse_field(tenants, "generated")
         return generate(
             source.removeprefix("generate:"), requests=10000 if requests is None else requests, seed=seed
         )
@@ -52,20 +56,30 @@ def open_trace(
     if not path.exists():
         raise InvalidArgumentError(f"{path}: no such file or directory")
     name = detect_format(path) if format_name == "auto" else format_name
+    if name in ("mooncake", "sessions", "servegen"):
+        _refuse_field(tenants, name)
     match name:
         case "mooncake":
             return read_mooncake(path, bad)
         case "azure":
-            return read_azure(path, bad)
+            return read_azure(path, bad, tenants)
         case "lengths":
-            return read_lengths(path, bad)
+            return read_lengths(path, bad, tenants)
         case "sessions":
             return read_sessions(path, bad, seed=seed)
         case "servegen":
             return read_servegen(path, bad, seed=seed, requests=requests)
         case "requests":
-            return read_requests(path, bad)
+            return read_requests(path, bad, tenants)
     raise InvalidArgumentError(f"trace format {name!r} is unknown: use auto, {', '.join(FORMATS)}")
+
+
+def _refuse_field(tenants: FieldRule | None, name: str) -> None:
+    if tenants is not None:
+        raise InvalidArgumentError(
+            f"--tenants is field:{tenants.field}: {name} traces have no named fields; requests, lengths and "
+            "azure traces do"
+        )
 
 
 def detect_format(path: Path) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvpager.replay.columns import BadLines, Columns, ColumnsBuilder, LineError
+from kvpager.replay.tenants import FieldRule, TenantNames
 from kvpager.replay.text import numbered_lines
 from kvpager.replay.trace import Trace
 
@@ -30,7 +31,7 @@ SECONDS_NAMES = ("arrival_time", "arrival", "arrived_at")
 TENANT_NAMES = ("tenant", "user", "user_id", "customer")
 
 
-def read_requests(path: Path, bad: BadLines) -> Trace:
+def read_requests(path: Path, bad: BadLines, tenants: FieldRule | None = None) -> Trace:
     """Reads one JSON object a line: lengths, and perhaps times, ids, a session and a tenant.
 
     A prompt given as token ids counts them; a prompt given as text has no token count here and is refused.
@@ -39,20 +40,22 @@ def read_requests(path: Path, bad: BadLines) -> Trace:
     Args:
         path: the file.
         bad: what to do with a bad line.
+        tenants: the field that names the tenant; by default the first of `TENANT_NAMES` that a line has.
     """
     trace = Trace(path.name, "requests", iter(()), bad, hash_block=512, tenants=[], has_times=True)
-    reader = _Reader(path, bad, trace)
+    reader = _Reader(path, bad, trace, tenants)
     reader.peek()
     trace.requests = reader.requests()
     return trace
 
 
 class _Reader:
-    def __init__(self, path: Path, bad: BadLines, trace: Trace) -> None:
+    def __init__(self, path: Path, bad: BadLines, trace: Trace, rule: FieldRule | None) -> None:
         self._path = path
         self._bad = bad
         self._trace = trace
-        self._tenants: dict[str, int] = {}
+        self._rule = rule
+        self._tenants = TenantNames(trace.tenants)
         self._sessions: dict[str, int] = {}
 
     def peek(self) -> None:
@@ -103,13 +106,10 @@ class _Reader:
             )
 
     def _tenant(self, row: dict[str, Any]) -> int:
+        if self._rule is not None:
+            return self._tenants.number(self._rule.tenant(row.get(self._rule.field)))
         name = next((str(row[key]) for key in TENANT_NAMES if row.get(key) is not None), "all")
-        if name not in self._tenants:
-            if len(self._tenants) >= 60:
-                raise LineError("more than 60 tenants")
-            self._tenants[name] = len(self._tenants)
-            self._trace.tenants.append(name)
-        return self._tenants[name]
+        return self._tenants.number(name)
 
 
 def _turns(turns: object) -> list[dict[str, Any]]:

@@ -14,15 +14,15 @@ from kvpager.replay.columns import Columns
 from kvpager.replay.trace import Trace
 from kvpager.replay.transforms import limited
 
-__all__ = ["STEP_TIMES", "RunSettings", "run_oracle", "run_replay", "run_sequential", "served_tokens"]
+__all__ = ["CLOCKS", "RunSettings", "run_oracle", "run_replay", "run_sequential", "served_tokens"]
 
-StepTimes = tuple[float, float, float, float]
-"""Seconds: shortest step, a batch token, a context token, a swapped block."""
+Clock = tuple[float, float, float]
+"""Seconds: shortest step, a batch token, a context token."""
 
-STEP_TIMES: dict[str, StepTimes] = {
-    "8b-hbm3": (4.8e-3, 4e-5, 3.9e-8, 0.0),
-    "8b-a100": (8.2e-3, 1.0e-4, 6.4e-8, 0.0),
-    "70b-hbm3x4": (10.5e-3, 8.8e-5, 2.4e-8, 0.0),
+CLOCKS: dict[str, Clock] = {
+    "8b-hbm3": (4.8e-3, 4e-5, 3.9e-8),
+    "8b-a100": (8.2e-3, 1.0e-4, 6.4e-8),
+    "70b-hbm3x4": (10.5e-3, 8.8e-5, 2.4e-8),
 }
 """Coefficients of the step time by model class and hardware, from public bandwidth and arithmetic figures.
 
@@ -57,7 +57,7 @@ class RunSettings:
         max_model_tokens: longest request.
         max_prefill_chunk: longest prefill chunk; 0 for the whole budget.
         max_output_tokens: most tokens that a request asks for.
-        step_time: coefficients of the step time.
+        clock: coefficients of the step time.
     """
 
     blocks: int
@@ -73,12 +73,12 @@ class RunSettings:
     max_model_tokens: int = 131072
     max_prefill_chunk: int = 0
     max_output_tokens: int = 4096
-    step_time: StepTimes = STEP_TIMES["8b-hbm3"]
+    clock: Clock = CLOCKS["8b-hbm3"]
 
-    def with_swap(self) -> StepTimes:
-        """The step time with the cost of a swapped block."""
-        floor, per_token, per_kv_token, _ = self.step_time
-        return floor, per_token, per_kv_token, self.block_size * SWAP_BYTES_PER_TOKEN / SWAP_BYTES_PER_SECOND
+    @property
+    def step_time(self) -> tuple[float, float, float, float]:
+        """The clock and the seconds of a swapped block."""
+        return *self.clock, self.block_size * SWAP_BYTES_PER_TOKEN / SWAP_BYTES_PER_SECOND
 
 
 def _drive(run: Replay | Oracle, requests: Iterator[Columns], report: Report | None) -> bool:
@@ -129,23 +129,11 @@ def run_replay(
     if first is None:
         raise InvalidArgumentError(f"{trace.bad.path}: no requests in it")
     replay = Replay(
-        settings.blocks,
-        settings.block_size,
+        settings,
         policy=policy,
         eviction=eviction,
-        reuse=settings.reuse,
-        max_batch_tokens=settings.max_batch_tokens,
-        max_running=settings.max_running,
-        max_model_tokens=settings.max_model_tokens,
-        max_prefill_chunk=settings.max_prefill_chunk,
-        max_output_tokens=settings.max_output_tokens,
         hash_block=trace.hash_block or 512,
         tenants=trace.tenants or ["all"],
-        arrivals=settings.arrivals,
-        speed=settings.speed,
-        rate=settings.rate,
-        seed=settings.seed,
-        step_time=settings.with_swap(),
     )
     replay.push(first)
     finished = _drive(replay, requests, report)
@@ -251,18 +239,7 @@ def run_oracle(trace: Trace, settings: RunSettings) -> dict[str, Any]:
     Returns:
         `time`, `steps`, `finished`, `refused`, `mean_batch`, `peak_blocks`, and `interrupted`.
     """
-    oracle = Oracle(
-        settings.blocks,
-        settings.block_size,
-        max_batch_tokens=settings.max_batch_tokens,
-        max_running=settings.max_running,
-        max_output_tokens=settings.max_output_tokens,
-        arrivals=settings.arrivals,
-        speed=settings.speed,
-        rate=settings.rate,
-        seed=settings.seed,
-        step_time=settings.step_time,
-    )
+    oracle = Oracle(settings)
     finished = _drive(oracle, limited(trace.requests, settings.requests), None)
     seconds, steps, done, refused, mean_batch, peak_blocks = oracle.outcome()
     return {

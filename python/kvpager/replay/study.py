@@ -8,8 +8,9 @@ from typing import Any
 from kvpager.errors import InvalidArgumentError
 from kvpager.replay.formats import open_trace
 from kvpager.replay.run import Report, RunSettings, run_oracle, run_replay, run_sequential
+from kvpager.replay.tenants import FieldRule, parse_tenants
 from kvpager.replay.trace import Trace
-from kvpager.replay.transforms import reordered, with_tenants
+from kvpager.replay.transforms import reordered
 
 __all__ = ["Study"]
 
@@ -28,7 +29,7 @@ class Study:
         sequential: index and pool alone.
         oracle: whether the clairvoyant schedule is run too.
         shuffle: seed of another order, or None for the order of the trace.
-        tenants: weights by which requests are given to tenants; empty for the trace's own.
+        tenants: who gets which requests, see `kvpager.replay.tenants`; None for the trace's own.
         short_by: percent of the blocks that a device lacks; each makes one more run a policy.
     """
 
@@ -41,7 +42,7 @@ class Study:
     sequential: bool = False
     oracle: bool = True
     shuffle: int | None = None
-    tenants: dict[str, float] | None = None
+    tenants: str | None = None
     short_by: tuple[float, ...] = (0.0,)
 
     def open(self) -> Trace:
@@ -51,17 +52,20 @@ class Study:
             InvalidArgumentError: with file, line and reason.
         """
         settings = self.settings
+        rule = None if self.tenants is None else parse_tenants(self.tenants, settings.seed)
+        by_field = rule if isinstance(rule, FieldRule) else None
         trace = open_trace(
             self.source,
             format_name=self.format_name,
             skip_bad=self.skip_bad,
             seed=settings.seed,
             requests=settings.requests,
+            tenants=by_field,
         )
         if settings.arrivals == "recorded" and not trace.has_times:
             raise InvalidArgumentError(f"{self.source} has no arrival times: use --arrivals rate or saturate")
-        if self.tenants:
-            trace = with_tenants(trace, self.tenants, settings.seed)
+        if rule is not None and not isinstance(rule, FieldRule):
+            trace = rule.apply(trace)
         if self.shuffle is not None:
             trace = reordered(trace, self.shuffle, limit=settings.requests)
         return trace

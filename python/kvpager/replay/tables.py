@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.replay.columns import BadLines, Columns, ColumnsBuilder, LineError
+from kvpager.replay.tenants import FieldRule, TenantNames
 from kvpager.replay.text import first_line, numbered_lines
 from kvpager.replay.trace import Trace
 
@@ -35,33 +37,73 @@ def header(path: Path) -> list[str]:
     return [name.strip() for name in next(csv.reader([line]), [])]
 
 
-def read_azure(path: Path, bad: BadLines) -> Trace:
+class _TenantColumn:
+    """The tenant of a row by the column that a rule names; without a rule everybody is one tenant.
+
+    Args:
+        path: the file, which is read once for the tenants' names.
+        names: its column names.
+        rule: the rule.
+
+    Raises:
+        InvalidArgumentError: without such a column.
+    """
+
+    def __init__(self, path: Path, names: list[str], rule: FieldRule | None) -> None:
+        self.tenants: list[str] = ["all"] if rule is None else []
+        self._numbers = TenantNames(self.tenants)
+        self._rule = rule
+        self._place = 0
+        if rule is None:
+            return
+        if rule.field not in names:
+            raise InvalidArgumentError(f"{path}: line 1: no column {rule.field} for --tenants")
+        self._place = names.index(rule.field)
+        for _, cells in _rows(path, BadLines(path, skip=True)):
+            with suppress(LineError):
+                self.number(cells)
+
+    def number(self, cells: list[str]) -> int:
+        """Index of the row's tenant."""
+        if self._rule is None:
+            return 0
+        return self._numbers.number(self._rule.tenant(_cell(cells, self._place) or None))
+
+
+def read_azure(path: Path, bad: BadLines, tenants: FieldRule | None = None) -> Trace:
     """Reads `TIMESTAMP, ContextTokens, GeneratedTokens`; times count from the first row's."""
     names = header(path)
     missing = [name for name in AZURE_COLUMNS if name not in names]
     if missing:
         raise InvalidArgumentError(f"{path}: line 1: no column {missing[0]}")
     places = tuple(names.index(name) for name in AZURE_COLUMNS)
-    return Trace(path.name, "azure", _azure_requests(path, bad, places), bad)
+    column = _TenantColumn(path, names, tenants)
+    return Trace(path.name, "azure", _azure_requests(path, bad, places, column), bad, tenants=column.tenants)
 
 
-def _azure_requests(path: Path, bad: BadLines, places: tuple[int, ...]) -> Iterator[Columns]:
+def _azure_requests(
+    path: Path, bad: BadLines, places: tuple[int, ...], column: _TenantColumn
+) -> Iterator[Columns]:
     builder = ColumnsBuilder()
     start: datetime | None = None
     for number, cells in _rows(path, bad):
         try:
             time, prompt, output = (_cell(cells, place) for place in places)
             moment = _moment(time)
+            builder.append(
+                arrival=0.0 if start is None else (moment - start).total_seconds(),
+                prompt_tokens=_count(prompt),
+                output_tokens=_count(output),
+                tenant=column.number(cells),
+            )
             start = start or moment
-            arrival = (moment - start).total_seconds()
-            builder.append(arrival=arrival, prompt_tokens=_count(prompt), output_tokens=_count(output))
         except LineError as error:
             bad.report(number, str(error))
         yield from builder.full()
     yield from builder.rest()
 
 
-def read_lengths(path: Path, bad: BadLines) -> Trace:
+def read_lengths(path: Path, bad: BadLines, tenants: FieldRule | None = None) -> Trace:
     """Reads a table with a column of prompt and one of output lengths, and perhaps one of arrival seconds."""
     names = header(path)
     pair = next((pair for pair in LENGTH_COLUMNS if set(pair) <= set(names)), None)
@@ -70,20 +112,30 @@ def read_lengths(path: Path, bad: BadLines) -> Trace:
         raise InvalidArgumentError(f"{path}: line 1: no columns of lengths; known pairs: {known}")
     time = next((names.index(name) for name in TIME_COLUMNS if name in names), None)
     places = (names.index(pair[0]), names.index(pair[1]))
+    column = _TenantColumn(path, names, tenants)
     return Trace(
-        path.name, "lengths", _length_requests(path, bad, places, time), bad, has_times=time is not None
+        path.name,
+        "lengths",
+        _length_requests(path, bad, places, time, column),
+        bad,
+        has_times=time is not None,
+        tenants=column.tenants,
     )
 
 
 def _length_requests(
-    path: Path, bad: BadLines, places: tuple[int, int], time: int | None
+    path: Path, bad: BadLines, places: tuple[int, int], time: int | None, column: _TenantColumn
 ) -> Iterator[Columns]:
     builder = ColumnsBuilder()
     for number, cells in _rows(path, bad):
         try:
             prompt, output = (_count(_cell(cells, place)) for place in places)
-            arrival = 0.0 if time is None else _seconds(_cell(cells, time))
-            builder.append(arrival=arrival, prompt_tokens=prompt, output_tokens=output)
+            builder.append(
+                arrival=0.0 if time is None else _seconds(_cell(cells, time)),
+                prompt_tokens=prompt,
+                output_tokens=output,
+                tenant=column.number(cells),
+            )
         except LineError as error:
             bad.report(number, str(error))
         yield from builder.full()

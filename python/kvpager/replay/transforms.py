@@ -1,18 +1,16 @@
-"""Workloads made from others: a part, another order, tenants by share."""
+"""Workloads made from others: a part, another order."""
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect
 from collections.abc import Iterator
-from itertools import accumulate
 from random import Random
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.replay.columns import Columns
 from kvpager.replay.trace import Trace
 
-__all__ = ["limited", "parse_shares", "reordered", "with_tenants"]
+__all__ = ["limited", "reordered"]
 
 
 def limited(requests: Iterator[Columns], limit: int | None) -> Iterator[Columns]:
@@ -61,52 +59,6 @@ def _reordered(trace: Trace, requests: Iterator[Columns], seed: int) -> Iterator
     shuffled = _rows(whole, order)
     shuffled.arrival = whole.arrival
     yield shuffled
-
-
-def with_tenants(trace: Trace, shares: dict[str, float], seed: int) -> Trace:
-    """The same requests, each given to a tenant with the probability of its share.
-
-    Args:
-        trace: the workload.
-        shares: weight of each tenant.
-        seed: of the draws.
-    """
-    trace.tenants = list(shares)
-    trace.requests = _with_tenants(trace.requests, list(accumulate(shares.values())), Random(seed))
-    return trace
-
-
-def _with_tenants(requests: Iterator[Columns], bounds: list[float], draw: Random) -> Iterator[Columns]:
-    for columns in requests:
-        places = (bisect(bounds, draw.random() * bounds[-1]) for _ in range(len(columns)))
-        columns.tenant = array("I", (min(place, len(bounds) - 1) for place in places))
-        yield columns
-
-
-def parse_shares(text: str) -> dict[str, float]:
-    """Reads `a=3,b=1`.
-
-    Raises:
-        InvalidArgumentError: if it is not that.
-
-    Example:
-        >>> parse_shares("chat=3,batch=1")
-        {'chat': 3.0, 'batch': 1.0}
-    """
-    shares: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, share = part.partition("=")
-        try:
-            shares[name] = float(share or "1")
-        except ValueError:
-            shares[name] = -1.0
-        if not name or not 0 < shares[name] < float("inf"):
-            raise InvalidArgumentError(
-                f"--tenants is {text!r}, expected names with shares like chat=3,batch=1"
-            )
-    if len(shares) > 60:
-        raise InvalidArgumentError(f"--tenants has {len(shares)} names, 60 are the most")
-    return shares
 
 
 def _extend(columns: Columns, part: Columns) -> None:

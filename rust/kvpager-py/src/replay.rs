@@ -76,8 +76,59 @@ fn enter<T>(state: &Mutex<T>) -> PyResult<MutexGuard<'_, T>> {
     }
 }
 
-fn step_time((floor, per_token, per_kv_token, per_swapped_block): (f64, f64, f64, f64)) -> core::StepTime {
-    core::StepTime { floor, per_token, per_kv_token, per_swapped_block }
+/// The attributes of a `kvpager.replay.run.RunSettings`: what all runs of a comparison have in common.
+#[derive(FromPyObject)]
+struct Settings {
+    blocks: u32,
+    block_size: u32,
+    reuse: bool,
+    arrivals: String,
+    speed: f64,
+    rate: f64,
+    seed: u64,
+    max_batch_tokens: u32,
+    max_running: u32,
+    max_model_tokens: u32,
+    max_prefill_chunk: u32,
+    max_output_tokens: u32,
+    /// Seconds: shortest step, a batch token, a context token, a swapped block.
+    step_time: (f64, f64, f64, f64),
+}
+
+impl Settings {
+    /// Reads the attributes; what is out of an integer's range is named with its field.
+    fn read(settings: &Bound<'_, PyAny>) -> PyResult<Self> {
+        settings.extract().map_err(|error: PyErr| {
+            let py = settings.py();
+            let field = error.value(py).to_string().replace("failed to extract field Settings.", "");
+            let reason = error.cause(py).map_or_else(String::new, |cause| cause.value(py).to_string());
+            invalid(format!("{field}: {reason}"))
+        })
+    }
+
+    fn config(&self) -> PyResult<core::ReplayConfig> {
+        let (floor, per_token, per_kv_token, per_swapped_block) = self.step_time;
+        Ok(core::ReplayConfig {
+            reuse: self.reuse,
+            max_batch_tokens: self.max_batch_tokens,
+            max_running: self.max_running,
+            max_model_tokens: self.max_model_tokens,
+            max_prefill_chunk: self.max_prefill_chunk,
+            max_output_tokens: self.max_output_tokens,
+            arrivals: self.arrivals()?,
+            step_time: core::StepTime { floor, per_token, per_kv_token, per_swapped_block },
+            ..core::ReplayConfig::new(self.blocks, self.block_size)
+        })
+    }
+
+    fn arrivals(&self) -> PyResult<core::Arrivals> {
+        match self.arrivals.as_str() {
+            "recorded" => Ok(core::Arrivals::Recorded { speed: self.speed }),
+            "rate" => Ok(core::Arrivals::Rate { per_second: self.rate, seed: self.seed }),
+            "saturate" => Ok(core::Arrivals::Saturate),
+            other => Err(invalid(format!("arrivals are {other:?}: recorded, rate or saturate"))),
+        }
+    }
 }
 
 /// One run of a workload through scheduler, index and pool, in virtual time.
@@ -87,49 +138,20 @@ pub(crate) struct Replay(Mutex<core::Replay>);
 #[pymethods]
 impl Replay {
     #[new]
-    #[pyo3(signature = (num_blocks, block_size, *, policy, eviction, reuse, max_batch_tokens, max_running,
-        max_model_tokens, max_prefill_chunk, max_output_tokens, hash_block, tenants, arrivals, speed, rate, seed,
-        step_time))]
-    #[expect(clippy::too_many_arguments, reason = "one keyword for each setting of a run")]
+    #[pyo3(signature = (settings, *, policy, eviction, hash_block, tenants))]
     fn new(
-        num_blocks: u32,
-        block_size: u32,
+        settings: &Bound<'_, PyAny>,
         policy: &str,
         eviction: &str,
-        reuse: bool,
-        max_batch_tokens: u32,
-        max_running: u32,
-        max_model_tokens: u32,
-        max_prefill_chunk: u32,
-        max_output_tokens: u32,
         hash_block: u32,
         tenants: Vec<String>,
-        arrivals: &str,
-        speed: f64,
-        rate: f64,
-        seed: u64,
-        step_time: (f64, f64, f64, f64),
     ) -> PyResult<Self> {
-        let arrivals = match arrivals {
-            "recorded" => core::Arrivals::Recorded { speed },
-            "rate" => core::Arrivals::Rate { per_second: rate, seed },
-            "saturate" => core::Arrivals::Saturate,
-            other => return Err(invalid(format!("arrivals are {other:?}: recorded, rate or saturate"))),
-        };
         let config = core::ReplayConfig {
             policy: AdmissionPolicy::from_name(policy).py()?,
             eviction: eviction.parse::<EvictionPolicy>().py()?,
-            reuse,
-            max_batch_tokens,
-            max_running,
-            max_model_tokens,
-            max_prefill_chunk,
-            max_output_tokens,
             hash_block,
             tenants,
-            arrivals,
-            step_time: self::step_time(step_time),
-            ..core::ReplayConfig::new(num_blocks, block_size)
+            ..Settings::read(settings)?.config()?
         };
         core::Replay::new(config).py().map(|replay| Self(Mutex::new(replay)))
     }
@@ -241,35 +263,8 @@ pub(crate) struct Oracle(Mutex<core::Oracle>);
 #[pymethods]
 impl Oracle {
     #[new]
-    #[pyo3(signature = (num_blocks, block_size, *, max_batch_tokens, max_running, max_output_tokens, arrivals, speed,
-        rate, seed, step_time))]
-    #[expect(clippy::too_many_arguments, reason = "the settings of the run that it is compared with")]
-    fn new(
-        num_blocks: u32,
-        block_size: u32,
-        max_batch_tokens: u32,
-        max_running: u32,
-        max_output_tokens: u32,
-        arrivals: &str,
-        speed: f64,
-        rate: f64,
-        seed: u64,
-        step_time: (f64, f64, f64, f64),
-    ) -> PyResult<Self> {
-        let arrivals = match arrivals {
-            "recorded" => core::Arrivals::Recorded { speed },
-            "rate" => core::Arrivals::Rate { per_second: rate, seed },
-            "saturate" => core::Arrivals::Saturate,
-            other => return Err(invalid(format!("arrivals are {other:?}: recorded, rate or saturate"))),
-        };
-        let config = core::ReplayConfig {
-            max_batch_tokens,
-            max_running,
-            max_output_tokens,
-            arrivals,
-            step_time: self::step_time(step_time),
-            ..core::ReplayConfig::new(num_blocks, block_size)
-        };
+    fn new(settings: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let config = Settings::read(settings)?.config()?;
         core::Oracle::new(&config).py().map(|oracle| Self(Mutex::new(oracle)))
     }
 

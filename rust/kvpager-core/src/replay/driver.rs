@@ -7,6 +7,7 @@ use super::config::ReplayConfig;
 use super::measure::StepMemory;
 use super::report::Record;
 use super::tokens::{self, END_TOKEN};
+use super::waiting::Waiting;
 use crate::block_pool::{BlockPool, PoolConfig};
 use crate::prefix_index::{Fingerprint, IndexConfig, PrefixIndex};
 use crate::scheduler::{
@@ -38,9 +39,12 @@ pub struct Replay {
     scheduler: Scheduler,
     tenants: Vec<Arc<Tenant>>,
     arrivals: ArrivalQueue,
+    waiting: Waiting,
     active: ActiveTable,
     record: Record,
     now: f64,
+    /// When the last step ended.
+    last_step_end: f64,
     empty_steps: u64,
     token_start: Vec<i32>,
     tokens: Vec<i32>,
@@ -61,7 +65,9 @@ impl Replay {
         })?;
         let index_config = IndexConfig { block_size: config.block_size, eviction: config.eviction };
         let index = config.reuse.then(|| PrefixIndex::new(Arc::clone(&pool), index_config)).transpose()?;
-        let scheduler = Scheduler::new(Arc::clone(&pool), index.clone(), scheduler_config(&config))?;
+        let waiting = Waiting::new(config.tenants.len(), config.queue_depth);
+        let limits = scheduler_config(&config, waiting.max_submitted());
+        let scheduler = Scheduler::new(Arc::clone(&pool), index.clone(), limits)?;
         let tenant = |name: &String| {
             scheduler.add_tenant(&TenantConfig {
                 name: name.clone(),
@@ -74,9 +80,11 @@ impl Replay {
         let tenants = config.tenants.iter().map(tenant).collect::<Result<Vec<_>>>()?;
         Ok(Self {
             arrivals: ArrivalQueue::new(config.arrivals),
+            waiting,
             active: ActiveTable::default(),
             record: Record::new(tenants.len()),
             now: 0.0,
+            last_step_end: 0.0,
             empty_steps: 0,
             token_start: Vec::new(),
             tokens: Vec::new(),
@@ -147,7 +155,7 @@ impl Replay {
     /// The run as one JSON object, also before its end.
     #[must_use]
     pub fn report(&self) -> serde_json::Value {
-        self.record.report(&self.config, self.now, self.pool.stats(), self.scheduler.stats())
+        self.record.report(&self.config, self.last_step_end, self.pool.stats(), self.scheduler.stats())
     }
 
     /// Checks the pool and the index.
@@ -159,18 +167,13 @@ impl Replay {
         self.index.as_ref().map_or(Ok(()), |index| index.check_invariants())
     }
 
-    /// Submits what has arrived, as long as the queue has room; the rest waits outside without its tokens.
+    /// Submits what has arrived, as long as its tenant has places in the queue; the rest waits outside.
     fn submit_due(&mut self) -> Result<()> {
-        let mut waiting = self.scheduler.stats().num_waiting;
-        while waiting < u64::from(self.config.queue_depth) {
-            let Some(pending) = self.arrivals.pop(self.now) else { break };
+        loop {
+            let arrived = |arrival| self.record.note_arrival(arrival);
+            let Some(pending) = self.waiting.next(&mut self.arrivals, self.now, arrived) else { return Ok(()) };
             self.submit(&pending)?;
-            waiting += 1;
-            if !self.arrivals.is_ready() {
-                break;
-            }
         }
-        Ok(())
     }
 
     fn submit(&mut self, pending: &Pending) -> Result<()> {
@@ -190,9 +193,13 @@ impl Replay {
             reuse: self.config.reuse,
         };
         match self.scheduler.submit(request) {
-            Ok(id) => self.active.insert(id, active),
+            Ok(id) => {
+                self.waiting.submit(pending.tenant);
+                self.active.insert(id, active);
+            }
             Err(Error::Refused { retryable, .. }) => {
-                self.record.note_refusal(if retryable { "queue_full" } else { "never_fits" });
+                let reason = if retryable { "queue_full" } else { "never_fits" };
+                self.record.note_refusal(pending.arrival, reason);
                 self.arrivals.answered(pending.session, self.now);
             }
             Err(error) => return Err(error),
@@ -211,6 +218,8 @@ impl Replay {
         let seconds = self.config.step_time.seconds(num_tokens, kv_tokens, swapped);
         let start = self.now;
         self.now += seconds;
+        self.last_step_end = self.now;
+        self.record.note_backlog(|tenant| self.waiting.is_backlogged(tenant));
         let memory = self.sample(arrays, start);
         let before_commit = Instant::now();
         let outcome = self.scheduler.commit(batch.step_id, &self.token_start, &self.tokens)?;
@@ -218,7 +227,7 @@ impl Replay {
         let stats = self.pool.stats();
         self.record.note_step((start, seconds, wall), stats, memory, swapped, self.config.block_size);
         for ended in arrays.finished.iter().chain(&outcome.finished) {
-            self.note_end(ended);
+            self.note_end(ended, stats.held);
         }
         self.empty_steps = if num_tokens == 0 { self.empty_steps + 1 } else { 0 };
         if self.empty_steps > MAX_EMPTY_STEPS {
@@ -246,7 +255,12 @@ impl Replay {
             memory.unshared_blocks += u64::from(blocks);
             memory.unused_slots += u64::from(blocks * block_size - length);
             if let Some(active) = self.active.get_mut(id) {
-                active.started.get_or_insert(start);
+                if active.started.is_none() {
+                    active.started = Some(start);
+                    self.waiting.leave(active.tenant);
+                }
+                let computed = arrays.query_start[row + 1] - arrays.query_start[row];
+                self.record.note_service(active.tenant, computed as u64);
                 let longest = active.prompt_tokens + active.max_tokens;
                 memory.contiguous_blocks += u64::from(longest.div_ceil(block_size));
                 if samples {
@@ -261,21 +275,24 @@ impl Replay {
         memory
     }
 
-    fn note_end(&mut self, ended: &FinishedRequest) {
+    fn note_end(&mut self, ended: &FinishedRequest, held: u64) {
         if let Some(active) = self.active.remove(ended.id) {
-            self.record.note_end(ended, &active, &self.config);
+            if active.started.is_none() {
+                self.waiting.leave(active.tenant);
+            }
+            self.record.note_end(ended, &active, &self.config, held);
             self.arrivals.answered(active.session, self.now);
         }
     }
 }
 
-fn scheduler_config(config: &ReplayConfig) -> SchedulerConfig {
+fn scheduler_config(config: &ReplayConfig, max_waiting: u32) -> SchedulerConfig {
     SchedulerConfig {
         block_size: config.block_size,
         max_batch_tokens: config.max_batch_tokens,
         max_running: config.max_running,
         max_model_tokens: config.max_model_tokens,
-        max_waiting: config.queue_depth,
+        max_waiting,
         max_prefill_chunk: config.max_prefill_chunk,
         policy: config.policy,
         zero_blocks: ZeroBlocks::Never,

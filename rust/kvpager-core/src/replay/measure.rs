@@ -17,6 +17,8 @@ const MAX_POINTS: usize = 2048;
 /// A distribution of whole numbers to three figures.
 pub(super) struct Quantiles {
     histogram: Histogram<u64>,
+    /// Numbers recorded, whatever their weights.
+    count: u64,
     /// Exact, unlike the histogram's classes.
     max: u64,
     scale: f64,
@@ -28,12 +30,13 @@ impl Quantiles {
         // Three figures and automatic size: the constructor fails for more than five figures only.
         #[expect(clippy::expect_used, reason = "three figures are in the accepted range")]
         let histogram = Histogram::new(3).expect("three significant figures are valid");
-        Self { histogram, max: 0, scale }
+        Self { histogram, count: 0, max: 0, scale }
     }
 
     pub(super) fn record(&mut self, value: u64, weight: u64) {
         // A resizing histogram refuses nothing below 2^63.
         let _ = self.histogram.record_n(value.min(1 << 62), weight);
+        self.count += 1;
         self.max = self.max.max(value);
     }
 
@@ -50,7 +53,7 @@ impl Quantiles {
         let at =
             |share: f64| round(self.histogram.value_at_quantile(share).min(self.max) as f64 * self.scale);
         json!({
-            "count": self.histogram.len(),
+            "count": self.count,
             "mean": round(self.mean()),
             "p50": at(0.5),
             "p90": at(0.9),

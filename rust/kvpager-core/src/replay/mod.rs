@@ -9,15 +9,18 @@
 
 mod active;
 mod arrivals;
+mod burst;
 mod columns;
 mod config;
 mod driver;
+mod fairness;
 mod measure;
 mod oracle;
 mod report;
 mod sequential;
 mod step_time;
 mod tokens;
+mod waiting;
 
 pub use columns::Columns;
 pub use config::{Arrivals, ReplayConfig};

@@ -1,7 +1,9 @@
 //! Counts of a run, and the JSON object that they make.
 
 use super::active::Active;
+use super::burst::Bursts;
 use super::config::ReplayConfig;
+use super::fairness::ServiceGaps;
 use super::measure::{CONTEXT_CLASSES, Latencies, MemoryOverTime, Quantiles, StepMemory, round};
 use crate::block_pool::PoolStats;
 use crate::scheduler::{FinishReason, FinishedRequest, SchedulerStats};
@@ -38,6 +40,11 @@ pub(super) struct Record {
     overall: Latencies,
     by_context: Vec<Latencies>,
     tenants: Vec<TenantRecord>,
+    bursts: Bursts,
+    gaps: ServiceGaps,
+    /// Of the current step: tokens computed for each tenant, and whether it had requests waiting.
+    served: Vec<u64>,
+    backlogged: Vec<bool>,
     memory: MemoryOverTime,
     step_nanoseconds: Quantiles,
     step_time: Duration,
@@ -71,6 +78,10 @@ impl Record {
             overall: Latencies::new(),
             by_context: CONTEXT_CLASSES.iter().map(|_| Latencies::new()).collect(),
             tenants: (0..num_tenants).map(|_| tenant()).collect(),
+            bursts: Bursts::new(),
+            gaps: ServiceGaps::new(num_tenants),
+            served: vec![0; num_tenants],
+            backlogged: vec![false; num_tenants],
             memory: MemoryOverTime::new(),
             step_nanoseconds: Quantiles::new(1e-3),
             step_time: Duration::ZERO,
@@ -85,17 +96,44 @@ impl Record {
         self.steps
     }
 
+    pub(super) fn note_arrival(&mut self, time: f64) {
+        self.bursts.arrive(time);
+    }
+
     pub(super) fn note_request(&mut self, was_cut: bool) {
         self.requests += 1;
         self.cut_outputs += u64::from(was_cut);
     }
 
-    pub(super) fn note_refusal(&mut self, reason: &'static str) {
+    /// Notes who has requests waiting as a step begins.
+    pub(super) fn note_backlog(&mut self, is_backlogged: impl Fn(usize) -> bool) {
+        for (tenant, backlogged) in self.backlogged.iter_mut().enumerate() {
+            *backlogged = is_backlogged(tenant);
+        }
+        self.served.fill(0);
+    }
+
+    /// Notes tokens that the current step computes for a tenant.
+    pub(super) fn note_service(&mut self, tenant: u32, tokens: u64) {
+        self.served[tenant as usize] += tokens;
+    }
+
+    pub(super) fn note_refusal(&mut self, arrival: f64, reason: &'static str) {
+        self.bursts.refuse(arrival);
         *self.refused.entry(reason).or_insert(0) += 1;
     }
 
-    pub(super) fn note_end(&mut self, ended: &FinishedRequest, request: &Active, config: &ReplayConfig) {
-        if !matches!(ended.reason, FinishReason::Stop | FinishReason::Length) {
+    /// Notes a request that ended while `held` blocks were held.
+    pub(super) fn note_end(
+        &mut self,
+        ended: &FinishedRequest,
+        request: &Active,
+        config: &ReplayConfig,
+        held: u64,
+    ) {
+        let as_wanted = matches!(ended.reason, FinishReason::Stop | FinishReason::Length);
+        self.bursts.end(ended, request, as_wanted, held);
+        if !as_wanted {
             *self.ended_otherwise.entry(ended.reason.name()).or_insert(0) += 1;
             return;
         }
@@ -136,20 +174,21 @@ impl Record {
         self.swapped_tokens += swapped_blocks * u64::from(block_size);
         self.step_nanoseconds.record(wall.as_nanos() as u64, 1);
         self.step_time += wall;
+        self.gaps.record(&self.served, &self.backlogged);
         self.memory.record(now, seconds, pool, step, block_size);
     }
 
     pub(super) fn report(
         &self,
         config: &ReplayConfig,
-        now: f64,
+        virtual_time: f64,
         pool: PoolStats,
         scheduler: SchedulerStats,
     ) -> Value {
         let mut object = self.counts(config, scheduler);
         let busy = self.step_time.as_secs_f64();
         let more = json!({
-            "virtual_time": round(now),
+            "virtual_time": round(virtual_time),
             "worst_token_gap": round(self.worst_token_gap),
             "peak_held": pool.peak_held,
             "mean_held": round(self.memory.mean_held()),
@@ -159,6 +198,7 @@ impl Record {
             "latency": self.overall.report(),
             "latency_by_context": self.contexts(),
             "tenants": self.tenant_reports(config),
+            "burst": self.bursts.report(),
             "timeline": self.memory.timeline(),
             "step_us": self.step_nanoseconds.report(),
             "scheduler_time": round(busy),
@@ -204,16 +244,17 @@ impl Record {
     }
 
     fn tenant_reports(&self, config: &ReplayConfig) -> Value {
-        let row = |(tenant, name): (&TenantRecord, &String)| {
+        let row = |(number, (tenant, name)): (usize, (&TenantRecord, &String))| {
             json!({
                 "tenant": name,
                 "finished": tenant.finished,
                 "prompt_tokens": tenant.prompt_tokens,
                 "hit_tokens": tenant.hit_tokens,
                 "output_tokens": tenant.output_tokens,
+                "worst_service_gap": self.gaps.worst(number),
                 "latency": tenant.latencies.report(),
             })
         };
-        self.tenants.iter().zip(&config.tenants).map(row).collect()
+        self.tenants.iter().zip(&config.tenants).enumerate().map(row).collect()
     }
 }
