@@ -171,7 +171,9 @@ impl Replay {
     fn submit_due(&mut self) -> Result<()> {
         loop {
             let arrived = |arrival| self.record.note_arrival(arrival);
-            let Some(pending) = self.waiting.next(&mut self.arrivals, self.now, arrived) else { return Ok(()) };
+            let Some(pending) = self.waiting.next(&mut self.arrivals, self.now, arrived) else {
+                return Ok(());
+            };
             self.submit(&pending)?;
         }
     }
