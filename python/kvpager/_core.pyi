@@ -914,7 +914,7 @@ class PhaseTimes:
         """[N] u64: the step of each recorded span."""
     @property
     def span_phases(self) -> NDArray[np.uint8]:
-        """[N] u8: its phase, a position in `PHASES`. A span of `admission` contains its look-ups."""
+        """[N] u8: its phase, a position in `PHASES`; a phase may have several spans in a step."""
     @property
     def span_starts_ns(self) -> NDArray[np.uint64]:
         """[N] u64: nanoseconds from the begin of the recording to its start."""

@@ -102,9 +102,9 @@ impl Core {
         self.scratch.clear();
         let mut pin: Option<Pin> = None;
         if let (true, Some(index), Some(namespace)) = (request.reuse, &self.index, request.tenant.namespace) {
-            let clock = self.phases.now();
+            self.phases.lap(Phase::Admission);
             let found = index.match_prefix(namespace, &request.prompt, &mut self.scratch);
-            self.phases.lap(Phase::LookUp, clock);
+            self.phases.lap(Phase::LookUp);
             match found {
                 Ok(found) => pin = Some(found),
                 Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. }) => return Ok(false),

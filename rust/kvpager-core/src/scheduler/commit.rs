@@ -26,7 +26,7 @@ impl Core {
         token_start: &[i32],
         tokens: &[i32],
     ) -> Result<CommitOutcome> {
-        let clock = self.phases.now();
+        self.phases.start();
         self.check_commit(self.open_step(step_id)?, token_start, tokens)?;
         self.drain_inbox(inbox);
         let planned = self.close_step()?;
@@ -59,7 +59,7 @@ impl Core {
         if any_ended {
             self.remove_ended(inbox, &mut outcome.finished, None)?;
         }
-        self.phases.lap(Phase::Commit, clock);
+        self.phases.lap(Phase::Commit);
         self.phases.end_step();
         Ok(outcome)
     }

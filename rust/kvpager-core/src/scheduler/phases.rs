@@ -91,6 +91,8 @@ pub(super) struct Phases(Option<Box<Recorder>>);
 
 struct Recorder {
     began: Instant,
+    /// When the phase at hand began.
+    last: Instant,
     /// Nanoseconds of each phase in the step at hand.
     current: [u64; Phase::ALL.len()],
     step_id: u64,
@@ -100,8 +102,10 @@ struct Recorder {
 impl Phases {
     /// Begins to record, with room for `max_spans` single spans. What was recorded before is forgotten.
     pub(super) fn begin(&mut self, max_spans: usize) -> Result<()> {
+        let now = Instant::now();
         self.0 = Some(Box::new(Recorder {
-            began: Instant::now(),
+            began: now,
+            last: now,
             current: [0; Phase::ALL.len()],
             step_id: 0,
             times: PhaseTimes::new(max_spans)?,
@@ -114,19 +118,20 @@ impl Phases {
         self.0.take().map(|recorder| recorder.times)
     }
 
-    /// The time now, if anybody wants to know.
+    /// The first phase of a call begins now.
     #[inline]
-    pub(super) fn now(&self) -> Option<Instant> {
-        self.0.as_ref().map(|_| Instant::now())
+    pub(super) fn start(&mut self) {
+        if let Some(recorder) = self.0.as_deref_mut() {
+            recorder.last = Instant::now();
+        }
     }
 
-    /// Ends `phase`, which began at `since`; the next one begins at what is returned.
+    /// Ends `phase`, which began where the last one ended; the next one begins now.
     #[inline]
-    pub(super) fn lap(&mut self, phase: Phase, since: Option<Instant>) -> Option<Instant> {
-        let (Some(recorder), Some(since)) = (self.0.as_deref_mut(), since) else { return None };
-        let now = Instant::now();
-        recorder.add(phase, since, now);
-        Some(now)
+    pub(super) fn lap(&mut self, phase: Phase) {
+        if let Some(recorder) = self.0.as_deref_mut() {
+            recorder.lap(phase);
+        }
     }
 
     /// Names the step that the phases up to [`Phases::end_step`] are of.
@@ -147,16 +152,12 @@ impl Phases {
 }
 
 impl Recorder {
-    fn add(&mut self, phase: Phase, since: Instant, now: Instant) {
-        let mut duration_ns = (now - since).as_nanos() as u64;
-        if phase == Phase::Admission {
-            // Look-ups lie inside admission.
-            duration_ns = duration_ns.saturating_sub(self.current[Phase::LookUp as usize]);
-        }
+    fn lap(&mut self, phase: Phase) {
+        let since = std::mem::replace(&mut self.last, Instant::now());
+        let duration_ns = (self.last - since).as_nanos() as u64;
         self.current[phase as usize] += duration_ns;
-        let start_ns = (since - self.began).as_nanos() as u64;
         if self.times.spans.len() < self.times.spans.capacity() {
-            let duration_ns = (now - since).as_nanos() as u64;
+            let start_ns = (since - self.began).as_nanos() as u64;
             self.times.spans.push(PhaseSpan { step_id: self.step_id, phase, start_ns, duration_ns });
         } else {
             self.times.dropped_spans += 1;

@@ -22,7 +22,7 @@ impl Core {
                 open.id
             )));
         }
-        let clock = self.phases.now();
+        self.phases.start();
         self.drain_inbox(inbox);
         let mut ended = std::mem::take(&mut self.ended);
         self.remove_ended(inbox, &mut ended, None)?;
@@ -31,9 +31,8 @@ impl Core {
             self.queue.note_change();
         }
         self.phases.name_step(self.last_step.0);
-        self.phases.lap(Phase::Inbox, clock);
+        self.phases.lap(Phase::Inbox);
         let decided = self.decide(inbox);
-        let clock = self.phases.now();
         let epoch = self.pool.open_step()?;
         let mut shared = self.memory.take();
         let mut planned = std::mem::take(&mut self.spare_planned);
@@ -45,7 +44,7 @@ impl Core {
         arrays.finished = ended;
         let num_rows = arrays.sequence_ids.len();
         self.memory.give_back(Arc::clone(&shared));
-        self.phases.lap(Phase::BatchArrays, clock);
+        self.phases.lap(Phase::BatchArrays);
         self.open = Some(OpenStep { id: self.last_step, epoch, planned, num_rows });
         if let Err(error) = decided {
             self.abandon(inbox, self.last_step, "planning failed", false)?;
@@ -56,7 +55,6 @@ impl Core {
 
     /// Decides how many tokens of which sequence run, and gives them their blocks.
     fn decide(&mut self, inbox: &Inbox) -> Result<()> {
-        let clock = self.phases.now();
         let mut budget = self.config.max_batch_tokens;
         let before = self.num_preemptions;
         let block_size = self.config.block_size;
@@ -82,11 +80,11 @@ impl Core {
                 self.plan_chunk(position, &mut budget)?;
             }
         }
-        let clock = self.phases.lap(Phase::Growth, clock);
+        self.phases.lap(Phase::Growth);
         if self.num_preemptions == before {
             self.admit(inbox, &mut budget)?;
         }
-        self.phases.lap(Phase::Admission, clock);
+        self.phases.lap(Phase::Admission);
         Ok(())
     }
 

@@ -1,0 +1,95 @@
+"""`kvpager profile`: a table for people, JSON for programs, a trace for a viewer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpager.profile.load import Load, LoadDriver
+from kvpager.profile.measure import measure
+
+COMMAND = [sys.executable, "-c", "from kvpager.cli import main; main()", "profile"]
+SMALL = ("--steps", "60", "--prompt", "40", "--output", "30")
+
+
+def run_profile(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_json_has_the_documented_keys_for_each_case() -> None:
+    run = run_profile(*SMALL, "--running", "4,16", "--tenants", "3", "--json")
+    assert run.returncode == 0, run.stderr
+    cases = json.loads(run.stdout)["cases"]
+    assert [case["running"] for case in cases] == [4, 16]
+    for case in cases:
+        assert set(case["step_us"]) == {"p50", "p99", "p999", "max"}
+        assert set(case["phases"]) == {"inbox", "growth", "look_up", "admission", "batch_arrays", "commit"}
+        assert 0 < case["step_us"]["p50"] <= case["step_us"]["p99"] <= case["step_us"]["max"]
+        assert case["ns_per_sequence"] == pytest.approx(case["step_us"]["p50"] * 1e3 / case["running"])
+        assert case["allocations_per_step"] > 0
+        assert case["bytes_per_step"] > case["running"] * 50
+
+
+def test_the_table_is_for_people() -> None:
+    run = run_profile(*SMALL, "--running", "4", "--python")
+    assert run.returncode == 0, run.stderr
+    assert "batch_arrays" in run.stdout
+    assert "busy Python threads" in run.stdout
+
+
+def test_trace_events_are_those_of_the_format_and_cover_every_step(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    run = run_profile(*SMALL, "--running", "4", "--trace", str(out), "--json")
+    assert run.returncode == 0, run.stderr
+    spans = [event for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["name"] for event in spans} >= {"inbox", "growth", "batch_arrays", "commit"}
+    assert len({event["args"]["step"] for event in spans}) == 60
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 and event["pid"] == 1 for event in spans)
+
+
+def test_lengths_come_from_a_trace() -> None:
+    run = run_profile("generate:chat", "--running", "8", "--steps", "30", "--json")
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--running", "4,x"), "--running"),
+        (("--running", "0"), "from 1 to"),
+        (("--prefix-share", "1.5"), "1.5"),
+        (("--policy", "luck"), "luck"),
+        (("--trace", "/nowhere/x.json", "--running", "2", "--steps", "10"), "/nowhere/x.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], words: str) -> None:
+    run = run_profile(*arguments)
+    assert run.returncode == 2
+    assert len(run.stderr.splitlines()) == 1
+    assert words in run.stderr
+
+
+def test_the_load_keeps_as_many_running_as_it_says_and_shares_the_prefix() -> None:
+    load = Load(running=8, prompt=64, output=20, prefix_share=0.5, tenants=2)
+    driver = LoadDriver(load)
+    driver.warm()
+    cached = []
+    for _ in range(100):
+        batch = driver.plan()
+        starts, tokens = driver.prepare(batch)
+        outcome = driver.scheduler.commit(batch.step_id, starts, tokens)
+        cached += [request.cached_tokens for request in outcome.finished]
+        driver.refill(outcome)
+        assert batch.num_sequences == 8
+    assert len(cached) > 20
+    assert set(cached[10:]) == {32}
+
+
+def test_steps_of_a_decoding_batch_allocate_the_same_few_times_whatever_its_size() -> None:
+    small = measure(Load(running=2, output=4000), 50)
+    large = measure(Load(running=64, output=4000), 50)
+    assert min(small.allocations) == min(large.allocations)
