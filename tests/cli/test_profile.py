@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpager.profile.instructions import count_instructions
 from kvpager.profile.load import Load, LoadDriver
 from kvpager.profile.measure import measure
 
@@ -93,3 +94,12 @@ def test_steps_of_a_decoding_batch_allocate_the_same_few_times_whatever_its_size
     small = measure(Load(running=2, output=4000), 50)
     large = measure(Load(running=64, output=4000), 50)
     assert min(small.allocations) == min(large.allocations)
+
+
+def test_instructions_of_a_step_grow_with_the_batch() -> None:
+    small = count_instructions(Load(running=2, output=4000), 20)
+    if small is None:
+        pytest.skip("neither perf's counters nor valgrind are here")
+    large = count_instructions(Load(running=32, output=4000), 20)
+    assert large is not None
+    assert 1_000 < small[0] < large[0]

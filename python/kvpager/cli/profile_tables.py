@@ -35,15 +35,15 @@ def _cells(times_us: dict[str, float]) -> list[str]:
 
 def _steps(cases: list[dict[str, Any]]) -> Table:
     instructions = any("instructions" in case for case in cases)
-    extra = ["instructions"] if instructions else []
+    extra = ["instr."] if instructions else []
     table = _table(
         "step + commit through Python, µs",
         "running",
         *_HEADINGS,
-        "ns/sequence",
-        "allocations",
+        "ns/seq.",
+        "alloc.",
         "bytes",
-        "recording",
+        "record",
         "vLLM p50",
         *extra,
     )
@@ -56,7 +56,7 @@ def _steps(cases: list[dict[str, Any]]) -> Table:
             f"{case['allocations_per_step']:.1f}",
             f"{case['bytes_per_step']:,.0f}",
             f"{case['recording_overhead']:+.1%}",
-            f"{peer['step_us']['p50']:,.0f} ({peer['ratio']:,.0f}x)" if peer else "not installed",
+            f"{peer['step_us']['p50']:,.0f} ({peer['ratio']:,.0f}x)" if peer else "none",
         ]
         if instructions:
             count = case.get("instructions", {})
