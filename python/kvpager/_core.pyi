@@ -887,6 +887,15 @@ class SchedulerStats:
     @property
     def num_preemptions(self) -> int:
         """Times a running sequence's blocks were taken back; always 0 under `reserve`."""
+    @property
+    def num_parked(self) -> int:
+        """Sequences, among the running, whose tails are on the host."""
+    @property
+    def swapped_out_blocks(self) -> int:
+        """Blocks copied to the host."""
+    @property
+    def swapped_in_blocks(self) -> int:
+        """Blocks copied back."""
 
 @final
 class PhaseTimes:
@@ -980,10 +989,10 @@ class Batch:
         """[C, 2] (from, to) block ids, to be copied before the forward pass."""
     @property
     def swap_out(self) -> NDArray[np.int32]:
-        """[n, 2] (device, host) block ids."""
+        """[n, 2] (device, host) block ids, to be copied before anything else of the batch."""
     @property
     def swap_in(self) -> NDArray[np.int32]:
-        """[n, 2] (host, device) block ids."""
+        """[n, 2] (host, device) block ids, to be copied after `block_zeros` and before `block_copies`."""
     @property
     def block_zeros(self) -> NDArray[np.int32]:
         """[Z] block ids to be zeroed before their first write."""
@@ -1009,11 +1018,21 @@ class Scheduler:
         max_waiting: requests that may wait at once.
         max_prefill_chunk: longest prefill chunk of one sequence in a step; None for the whole budget.
         policy: what must be promised before a request runs. `reserve`: prompt and maximum output, so it is
-            never preempted; `watermark` and `forecast` overcommit, and preempt (recompute) when they were
-            wrong.
+            never preempted; `watermark` and `forecast` overcommit, and take blocks back when they were wrong.
         max_bypass: requests that may pass the head of their tenant's queue while it does not fit.
         max_bypass_steps: steps for which a head may be passed.
         zero_blocks: when a block is listed in `Batch.block_zeros` before its first write.
+        overflow: what happens when running sequences have outgrown the pool (not under `reserve`). `swap`: tails
+            of the youngest go to the host tier; `recompute`: they give everything back and are computed again,
+            also when the host tier is full; `auto`: whatever costs less time by the speeds below; `refuse`: they
+            end with reason `capacity`.
+        host_blocks: blocks of the host tier, 0 for none. The caller owns that memory and does
+            `Batch.swap_out` and `Batch.swap_in` on it.
+        kv_bytes_per_block: bytes of one block over all layers.
+        link_bytes_per_second: speed of a copy between device and host.
+        prefill_tokens_per_second: speed of computing again.
+        max_token_gap: seconds after which a swapped sequence comes back at the cost of another; within a budget,
+            so it is a goal and not a bound.
 
     Raises:
         InvalidArgumentError: with every limit that is out of range.
@@ -1034,6 +1053,12 @@ class Scheduler:
         max_bypass: int = 64,
         max_bypass_steps: int = 4096,
         zero_blocks: Literal["never", "on_tenant_change", "always"] = "on_tenant_change",
+        overflow: Literal["auto", "recompute", "swap", "refuse"] = "auto",
+        host_blocks: int = 0,
+        kv_bytes_per_block: int = 2_097_152,
+        link_bytes_per_second: float = 25e9,
+        prefill_tokens_per_second: float = 25e3,
+        max_token_gap: float = 1.0,
     ) -> Self: ...
     def add_tenant(
         self,

@@ -58,6 +58,8 @@ class RunSettings:
         max_prefill_chunk: longest prefill chunk; 0 for the whole budget.
         max_output_tokens: most tokens that a request asks for.
         clock: coefficients of the step time.
+        overflow: what happens when running sequences have outgrown the pool.
+        host_blocks: blocks of the host tier; 0 for none.
     """
 
     blocks: int
@@ -74,6 +76,8 @@ class RunSettings:
     max_prefill_chunk: int = 0
     max_output_tokens: int = 4096
     clock: Clock = CLOCKS["8b-hbm3"]
+    overflow: str = "auto"
+    host_blocks: int = 0
 
     @property
     def step_time(self) -> tuple[float, float, float, float]:

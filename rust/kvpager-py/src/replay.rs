@@ -5,7 +5,7 @@ use crate::error::{IntoPyResult, invalid};
 use kvpager_core::Error;
 use kvpager_core::prefix_index::EvictionPolicy;
 use kvpager_core::replay as core;
-use kvpager_core::scheduler::AdmissionPolicy;
+use kvpager_core::scheduler::{AdmissionPolicy, HostTierConfig, Overflow};
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
 use std::sync::{Mutex, MutexGuard, TryLockError};
@@ -93,6 +93,8 @@ struct Settings {
     max_output_tokens: u32,
     /// Seconds: shortest step, a batch token, a context token, a swapped block.
     step_time: (f64, f64, f64, f64),
+    overflow: String,
+    host_blocks: u32,
 }
 
 impl Settings {
@@ -117,8 +119,22 @@ impl Settings {
             max_output_tokens: self.max_output_tokens,
             arrivals: self.arrivals()?,
             step_time: core::StepTime { floor, per_token, per_kv_token, per_swapped_block },
+            overflow: Overflow::from_name(&self.overflow).py()?,
+            host_tier: self.host_tier(),
             ..core::ReplayConfig::new(self.blocks, self.block_size)
         })
+    }
+
+    /// A host tier as fast as the clock says: only the ratio of bytes and link matters.
+    fn host_tier(&self) -> HostTierConfig {
+        let (_, per_token, _, per_swapped_block) = self.step_time;
+        let defaults = HostTierConfig::default();
+        HostTierConfig {
+            num_blocks: self.host_blocks,
+            link_bytes_per_second: (defaults.bytes_per_block as f64 / per_swapped_block).min(f64::MAX),
+            prefill_tokens_per_second: per_token.recip().min(f64::MAX),
+            ..defaults
+        }
     }
 
     fn arrivals(&self) -> PyResult<core::Arrivals> {

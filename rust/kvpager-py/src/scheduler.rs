@@ -7,8 +7,8 @@ use crate::error::{IntoPyResult, invalid};
 use crate::phases::PyPhaseTimes;
 use crate::prefix_index::{PyFingerprint, PyPrefixIndex};
 use kvpager_core::scheduler::{
-    AdmissionPolicy, CommitOutcome, FinishedRequest, Request, Scheduler, SchedulerConfig, SchedulerStats,
-    Tenant, TenantConfig, ZeroBlocks,
+    AdmissionPolicy, CommitOutcome, FinishedRequest, HostTierConfig, Overflow, Request, Scheduler,
+    SchedulerConfig, SchedulerStats, Tenant, TenantConfig, ZeroBlocks,
 };
 use kvpager_core::{SequenceId, StepId};
 use pyo3::prelude::*;
@@ -165,6 +165,21 @@ impl PySchedulerStats {
         self.0.num_preemptions
     }
 
+    #[getter]
+    fn num_parked(&self) -> u64 {
+        self.0.num_parked
+    }
+
+    #[getter]
+    fn swapped_out_blocks(&self) -> u64 {
+        self.0.swapped_out_blocks
+    }
+
+    #[getter]
+    fn swapped_in_blocks(&self) -> u64 {
+        self.0.swapped_in_blocks
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "SchedulerStats(num_running={}, num_waiting={}, steps={})",
@@ -182,7 +197,9 @@ impl PyScheduler {
     #[new]
     #[pyo3(signature = (pool, index=None, *, block_size=16, max_batch_tokens=512, max_running=64,
         max_model_tokens=8192, max_waiting=1024, max_prefill_chunk=None, policy="reserve",
-        max_bypass=64, max_bypass_steps=4096, zero_blocks="on_tenant_change"))]
+        max_bypass=64, max_bypass_steps=4096, zero_blocks="on_tenant_change", overflow="auto", host_blocks=0,
+        kv_bytes_per_block=2_097_152, link_bytes_per_second=25e9, prefill_tokens_per_second=25e3,
+        max_token_gap=1.0))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
         pool: &PyBlockPool,
@@ -197,6 +214,12 @@ impl PyScheduler {
         max_bypass: u32,
         max_bypass_steps: u64,
         zero_blocks: &str,
+        overflow: &str,
+        host_blocks: u32,
+        kv_bytes_per_block: u64,
+        link_bytes_per_second: f64,
+        prefill_tokens_per_second: f64,
+        max_token_gap: f64,
     ) -> PyResult<Self> {
         if max_prefill_chunk == Some(0) {
             return Err(invalid("max_prefill_chunk is 0, must be at least 1 or None for no limit"));
@@ -212,6 +235,14 @@ impl PyScheduler {
             max_bypass_steps,
             policy: AdmissionPolicy::from_name(policy).py()?,
             zero_blocks: ZeroBlocks::from_name(zero_blocks).py()?,
+            overflow: Overflow::from_name(overflow).py()?,
+            host_tier: HostTierConfig {
+                num_blocks: host_blocks,
+                bytes_per_block: kv_bytes_per_block,
+                link_bytes_per_second,
+                prefill_tokens_per_second,
+                max_token_gap,
+            },
         };
         let index = index.map(|index| Arc::clone(&index.inner));
         Ok(Self(Arc::new(Scheduler::new(Arc::clone(&pool.inner), index, config).py()?)))

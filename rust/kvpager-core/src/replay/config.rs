@@ -2,7 +2,7 @@
 
 use super::step_time::StepTime;
 use crate::prefix_index::EvictionPolicy;
-use crate::scheduler::AdmissionPolicy;
+use crate::scheduler::{AdmissionPolicy, HostTierConfig, Overflow};
 use crate::{Error, Result};
 
 /// When requests arrive.
@@ -49,6 +49,10 @@ pub struct ReplayConfig {
     pub max_bypass: u32,
     /// Steps for which a head may be passed.
     pub max_bypass_steps: u64,
+    /// What happens when running sequences have outgrown the pool.
+    pub overflow: Overflow,
+    /// Where swapped blocks go.
+    pub host_tier: HostTierConfig,
     /// Most output tokens that a request asks for; longer outputs are cut.
     pub max_output_tokens: u32,
     /// Prompt tokens that one hash id stands for.
@@ -79,6 +83,8 @@ impl ReplayConfig {
             max_prefill_chunk: 0,
             max_bypass: 4096,
             max_bypass_steps: 5000,
+            overflow: Overflow::Auto,
+            host_tier: HostTierConfig::default(),
             max_output_tokens: 4096,
             hash_block: 512,
             tenants: vec!["all".into()],

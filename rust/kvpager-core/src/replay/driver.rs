@@ -300,5 +300,7 @@ fn scheduler_config(config: &ReplayConfig, max_waiting: u32) -> SchedulerConfig 
         zero_blocks: ZeroBlocks::Never,
         max_bypass: config.max_bypass,
         max_bypass_steps: config.max_bypass_steps,
+        overflow: config.overflow,
+        host_tier: config.host_tier,
     }
 }

@@ -47,7 +47,7 @@ impl Core {
     }
 
     fn has_place(&self, budget: u32) -> bool {
-        budget > 0 && self.running.len() < self.config.max_running as usize
+        budget > 0 && self.running.len() + self.parked.len() < self.config.max_running as usize
     }
 
     /// Lets small requests pass a head that does not fit, as many and for as long as the limits say; after
@@ -119,7 +119,7 @@ impl Core {
         };
         let need = self.config.policy.blocks_to_reserve(&self.config, asked);
         let own_growth = self.expected_growth(waiting);
-        if self.config.policy.overcommits() && !self.running.is_empty() {
+        if self.config.policy.overcommits() && !(self.running.is_empty() && self.parked.is_empty()) {
             let running = *growth.get_or_insert_with(|| self.growth_of_running());
             let stats = self.pool.stats();
             let room = AdmissionRoom {
@@ -128,7 +128,7 @@ impl Core {
                 remaining_squared: running + own_growth,
             };
             let leave = self.config.policy.blocks_to_leave(&self.config, room);
-            if u64::from(need) + leave > room.uncommitted_blocks {
+            if u64::from(need) + leave + self.held_back() > room.uncommitted_blocks {
                 return Ok(false);
             }
         }
@@ -188,8 +188,16 @@ impl Core {
             row,
             ending: None,
             has_sampled: false,
+            parked: None,
+            resumed_at: self.now,
             progress: waiting.progress,
         }
+    }
+
+    /// Blocks that stalled and parked sequences wait for.
+    fn held_back(&self) -> u64 {
+        let parked = self.parked.iter().map(|sequence| u64::from(self.blocks_to_return(sequence)));
+        u64::from(self.owed) + parked.sum::<u64>()
     }
 
     /// Expected square of what a waiting request will output, if the policy asks for it.
@@ -210,6 +218,6 @@ impl Core {
             let age = sequence.num_outputs();
             self.lengths.remaining_squared(age, sequence.request.max_tokens - age)
         };
-        self.running.iter().map(of).sum()
+        self.running.iter().chain(&self.parked).map(of).sum()
     }
 }

@@ -85,6 +85,7 @@ impl Core {
             }
         }
         self.spare_planned = planned;
+        self.preempt_moved()?;
         let mut outcome = CommitOutcome::default();
         outcome.finished.append(&mut self.ended);
         self.remove_ended(inbox, &mut outcome.finished, Some(&Arc::from(reason)))?;
@@ -95,7 +96,26 @@ impl Core {
     fn close_step(&mut self) -> Result<Vec<u32>> {
         let Some(open) = self.open.take() else { return Ok(Vec::new()) };
         self.pool.close_step(open.epoch)?;
+        if let Some(host) = &mut self.host {
+            host.close_step()?;
+        }
+        self.moved = open.moved;
         Ok(open.planned)
+    }
+
+    /// Nobody knows what an abandoned step has moved: whoever it was to move is computed again.
+    fn preempt_moved(&mut self) -> Result<()> {
+        for id in std::mem::take(&mut self.moved) {
+            let lists = [&mut self.running, &mut self.parked];
+            let found = lists.into_iter().find_map(|list| {
+                let position = list.binary_search_by_key(&id, |sequence| sequence.id).ok()?;
+                list[position].ending.is_none().then(|| list.remove(position))
+            });
+            if let Some(sequence) = found {
+                self.preempt(sequence)?;
+            }
+        }
+        Ok(())
     }
 
     fn check_commit(&self, open: &OpenStep, token_start: &[i32], tokens: &[i32]) -> Result<()> {
@@ -141,7 +161,7 @@ impl Core {
         let Some(pin) = &mut sequence.pin else { return Ok(()) };
         let block_size = self.config.block_size as usize;
         let from = sequence.num_indexed as usize;
-        let to = sequence.num_computed as usize / block_size;
+        let to = (sequence.num_computed as usize / block_size).min(sequence.blocks.len());
         if to <= from {
             return Ok(());
         }

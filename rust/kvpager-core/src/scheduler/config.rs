@@ -1,5 +1,6 @@
 //! What a scheduler is made with, checked once.
 
+use super::host_tier::{HostTierConfig, Overflow};
 use super::policy::AdmissionPolicy;
 use crate::{Error, Result};
 
@@ -54,6 +55,10 @@ pub struct SchedulerConfig {
     pub max_bypass_steps: u64,
     /// When blocks are zeroed.
     pub zero_blocks: ZeroBlocks,
+    /// What happens when running sequences have outgrown the pool.
+    pub overflow: Overflow,
+    /// Where swapped blocks go.
+    pub host_tier: HostTierConfig,
 }
 
 impl SchedulerConfig {
@@ -101,6 +106,10 @@ impl SchedulerConfig {
             ));
         }
         problems.extend(self.policy.problem());
+        problems.extend(self.host_tier.problems());
+        if self.overflow == Overflow::Swap && self.host_tier.num_blocks == 0 {
+            problems.push("overflow is swap and the host tier has 0 blocks".to_owned());
+        }
         if problems.is_empty() { Ok(()) } else { Err(Error::invalid(problems.join("; "))) }
     }
 }

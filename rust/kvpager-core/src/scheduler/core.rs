@@ -2,16 +2,19 @@
 
 use super::batch::BatchMemory;
 use super::config::{SchedulerConfig, ZeroBlocks};
+use super::host_tier::HostTier;
 use super::inbox::{Inbox, Message};
 use super::phases::Phases;
 use super::policy::OutputLengths;
 use super::queue::Place;
 use super::queue::Queue;
 use super::request::{FinishReason, FinishedRequest};
+use super::rotation::Rotation;
 use super::sequence::Sequence;
+use super::swap::Swaps;
 use crate::block_pool::{BlockPool, Reclaim, StepEpoch};
 use crate::block_tables::BlockTables;
-use crate::ids::{BlockHandle, SequenceId, StepId};
+use crate::ids::{AccountId, BlockHandle, SequenceId, StepId};
 use crate::prefix_index::PrefixIndex;
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -28,6 +31,8 @@ pub(super) struct OpenStep {
     pub(super) planned: Vec<u32>,
     /// Rows of the batch, padding included.
     pub(super) num_rows: usize,
+    /// Sequences whose blocks it moves between the tiers.
+    pub(super) moved: Vec<SequenceId>,
 }
 
 pub(super) struct Core {
@@ -39,6 +44,21 @@ pub(super) struct Core {
     pub(super) queue: Queue,
     /// Oldest first: in order of id, which is order of arrival.
     pub(super) running: Vec<Sequence>,
+    /// Those whose tails are on the host, in the same order.
+    pub(super) parked: Vec<Sequence>,
+    pub(super) host: Option<HostTier>,
+    pub(super) swaps: Swaps,
+    pub(super) rotation: Rotation,
+    /// The parked sequence that others have made room for.
+    pub(super) called: Option<SequenceId>,
+    /// Blocks that come free when the step that is being planned closes, by account, less what is counted on.
+    pub(super) coming: Vec<(AccountId, u32)>,
+    /// Blocks that stalled sequences count on in the next step.
+    pub(super) owed: u32,
+    /// Sequences that the step that closed last moved between the tiers.
+    pub(super) moved: Vec<SequenceId>,
+    /// Requests that ended while a step was planned, for the inbox to forget.
+    pub(super) refused: Vec<SequenceId>,
     pub(super) open: Option<OpenStep>,
     pub(super) last_step: StepId,
     /// Seconds on the caller's clock at the last step's planning.
@@ -74,11 +94,19 @@ impl Core {
         Ok(Self {
             tables: BlockTables::new(config.max_running as usize, max_blocks)?,
             last_owner: vec![NO_OWNER; pool.num_blocks() as usize],
-            pool,
             index,
             memory: BatchMemory::default(),
             queue: Queue::default(),
             running: Vec::with_capacity(config.max_running as usize),
+            parked: Vec::new(),
+            host: HostTier::new(config.host_tier, &pool)?,
+            swaps: Swaps::default(),
+            rotation: Rotation::default(),
+            called: None,
+            coming: Vec::new(),
+            owed: 0,
+            moved: Vec::new(),
+            refused: Vec::new(),
             open: None,
             last_step: StepId(0),
             now: f64::NEG_INFINITY,
@@ -93,6 +121,7 @@ impl Core {
             recomputed_tokens: 0,
             dropped_tokens: 0,
             num_preemptions: 0,
+            pool,
             config,
         })
     }
@@ -119,6 +148,8 @@ impl Core {
             self.ended.push(waiting.account(FinishReason::Aborted, self.last_step.0));
         } else if let Ok(position) = self.running.binary_search_by_key(&id, |sequence| sequence.id) {
             self.running[position].ending = Some(FinishReason::Aborted);
+        } else if let Ok(position) = self.parked.binary_search_by_key(&id, |sequence| sequence.id) {
+            self.parked[position].ending = Some(FinishReason::Aborted);
         }
     }
 
@@ -143,15 +174,38 @@ impl Core {
                 self.lengths.learn(sequence.num_outputs());
             }
             finished.push(sequence.account(reason, detail.cloned()));
-            self.release(&mut sequence)?;
+            self.release_device(&mut sequence, false)?;
+        }
+        self.remove_ended_parked(inbox, finished, detail)
+    }
+
+    fn remove_ended_parked(
+        &mut self,
+        inbox: &Inbox,
+        finished: &mut Vec<FinishedRequest>,
+        detail: Option<&Arc<str>>,
+    ) -> Result<()> {
+        let ended = |sequence: &Sequence| sequence.ending;
+        while let Some(position) = self.parked.iter().position(|sequence| ended(sequence).is_some()) {
+            let mut sequence = self.parked.remove(position);
+            let Some(reason) = sequence.ending else { break };
+            inbox.end_id(sequence.id);
+            self.called = self.called.filter(|&called| called != sequence.id);
+            finished.push(sequence.account(reason, detail.cloned()));
+            if let (Some(host), Some(parked)) = (&self.host, sequence.parked.take()) {
+                host.release(&parked.blocks)?;
+            }
+            self.release_device(&mut sequence, true)?;
         }
         Ok(())
     }
 
-    /// Gives back all that a sequence has but the reservation, which goes when it is dropped. Its indexed blocks
-    /// stay cached.
-    pub(super) fn release(&mut self, sequence: &mut Sequence) -> Result<()> {
-        self.tables.free_row(sequence.row);
+    /// Gives back all that a sequence has on the device but the reservation, which goes when it is dropped. Its
+    /// indexed blocks stay cached. A parked one has no row.
+    pub(super) fn release_device(&mut self, sequence: &mut Sequence, was_parked: bool) -> Result<()> {
+        if !was_parked {
+            self.tables.free_row(sequence.row);
+        }
         self.queue.note_end(sequence.request.tenant.index);
         sequence.pin = None;
         let own = sequence.blocks.split_off(sequence.num_indexed as usize);
@@ -203,6 +257,13 @@ impl Core {
         Ok(Ok(()))
     }
 
+    /// Notes who has the blocks in `scratch` now. They need no zeroing: all of them is about to be written.
+    pub(super) fn note_owner(&mut self, account: AccountId) {
+        for block in &self.scratch {
+            self.last_owner[block.id().0 as usize] = account.0;
+        }
+    }
+
     /// The open step, which must be `step_id`.
     pub(super) fn open_step(&self, step_id: StepId) -> Result<&OpenStep> {
         match &self.open {
@@ -219,7 +280,11 @@ impl Core {
 }
 
 /// Takes blocks out of a reservation, evicting cached ones where they are in the way.
-fn draw(index: Option<&PrefixIndex>, sequence: &mut Sequence, out: &mut [BlockHandle]) -> Result<()> {
+pub(super) fn draw(
+    index: Option<&PrefixIndex>,
+    sequence: &mut Sequence,
+    out: &mut [BlockHandle],
+) -> Result<()> {
     loop {
         match sequence.reservation.allocate(out) {
             Err(Error::NeedsReclaim { needed, free, cached }) => {

@@ -12,6 +12,7 @@ mod batch;
 mod commit;
 mod config;
 mod core;
+mod host_tier;
 mod inbox;
 mod phases;
 mod plan;
@@ -19,12 +20,15 @@ mod policy;
 mod preempt;
 mod queue;
 mod request;
+mod rotation;
 mod sequence;
+mod swap;
 mod tenant;
 
 pub use batch::{Batch, BatchArrays, NO_SLOT, PADDING_SEQUENCE};
 pub use commit::CommitOutcome;
 pub use config::{SchedulerConfig, ZeroBlocks};
+pub use host_tier::{HostTierConfig, Overflow};
 pub use phases::{Phase, PhaseSpan, PhaseTimes};
 pub use policy::{AdmissionPolicy, AdmissionRequest, AdmissionRoom, ForecastConfig, OutputLengths};
 pub use request::{FinishReason, FinishedRequest, Request};
@@ -77,6 +81,12 @@ pub struct SchedulerStats {
     pub dropped_tokens: u64,
     /// Times that a running sequence's blocks were taken back. Always 0 under `reserve`.
     pub num_preemptions: u64,
+    /// Sequences, among the running, whose tails are on the host.
+    pub num_parked: u64,
+    /// Blocks copied to the host.
+    pub swapped_out_blocks: u64,
+    /// Blocks copied back.
+    pub swapped_in_blocks: u64,
 }
 
 /// The scheduler of one engine.
@@ -86,6 +96,7 @@ pub struct Scheduler {
     pool: Arc<BlockPool>,
     index: Option<Arc<PrefixIndex>>,
     arena: Arc<TableArena>,
+    host_pool: Option<Arc<BlockPool>>,
     inbox: Inbox,
     tenants: Mutex<Vec<Arc<Tenant>>>,
     core: Mutex<Core>,
@@ -96,6 +107,9 @@ pub struct Scheduler {
     recomputed_tokens: AtomicU64,
     dropped_tokens: AtomicU64,
     num_preemptions: AtomicU64,
+    num_parked: AtomicU64,
+    swapped_out_blocks: AtomicU64,
+    swapped_in_blocks: AtomicU64,
 }
 
 impl Scheduler {
@@ -131,6 +145,7 @@ impl Scheduler {
         Ok(Self {
             id: NEXT_SCHEDULER.fetch_add(1, Ordering::Relaxed),
             arena: Arc::clone(core.tables.arena()),
+            host_pool: core.host.as_ref().map(|host| Arc::clone(host.pool())),
             config,
             pool,
             index,
@@ -144,6 +159,9 @@ impl Scheduler {
             recomputed_tokens: AtomicU64::new(0),
             dropped_tokens: AtomicU64::new(0),
             num_preemptions: AtomicU64::new(0),
+            num_parked: AtomicU64::new(0),
+            swapped_out_blocks: AtomicU64::new(0),
+            swapped_in_blocks: AtomicU64::new(0),
         })
     }
 
@@ -157,6 +175,12 @@ impl Scheduler {
     #[must_use]
     pub fn num_blocks(&self) -> u32 {
         self.pool.num_blocks()
+    }
+
+    /// The pool of its host tier, if it has one.
+    #[must_use]
+    pub const fn host_pool(&self) -> Option<&Arc<BlockPool>> {
+        self.host_pool.as_ref()
     }
 
     /// The memory of its block tables.
@@ -194,6 +218,9 @@ impl Scheduler {
             namespace,
             weight: config.weight,
         });
+        if let Some(host) = &mut core.host {
+            host.add_tenant(quota)?;
+        }
         core.queue.add_tenant(Arc::clone(&tenant));
         tenants.push(Arc::clone(&tenant));
         Ok(tenant)
@@ -329,6 +356,7 @@ impl Scheduler {
         Ok(!self.inbox.is_empty()
             || !core.queue.is_empty()
             || !core.running.is_empty()
+            || !core.parked.is_empty()
             || !core.ended.is_empty())
     }
 
@@ -361,11 +389,17 @@ impl Scheduler {
             recomputed_tokens: self.recomputed_tokens.load(Ordering::Relaxed),
             dropped_tokens: self.dropped_tokens.load(Ordering::Relaxed),
             num_preemptions: self.num_preemptions.load(Ordering::Relaxed),
+            num_parked: self.num_parked.load(Ordering::Relaxed),
+            swapped_out_blocks: self.swapped_out_blocks.load(Ordering::Relaxed),
+            swapped_in_blocks: self.swapped_in_blocks.load(Ordering::Relaxed),
         }
     }
 
     fn publish(&self, core: &Core) {
-        self.num_running.store(core.running.len() as u32, Ordering::Relaxed);
+        self.num_running.store((core.running.len() + core.parked.len()) as u32, Ordering::Relaxed);
+        self.num_parked.store(core.parked.len() as u64, Ordering::Relaxed);
+        self.swapped_out_blocks.store(core.swaps.num_swapped_out, Ordering::Relaxed);
+        self.swapped_in_blocks.store(core.swaps.num_swapped_in, Ordering::Relaxed);
         self.steps.store(core.last_step.0, Ordering::Relaxed);
         self.computed_tokens.store(core.computed_tokens, Ordering::Relaxed);
         self.recomputed_tokens.store(core.recomputed_tokens, Ordering::Relaxed);

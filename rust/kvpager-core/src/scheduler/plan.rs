@@ -33,7 +33,11 @@ impl Core {
         self.phases.name_step(self.last_step.0);
         self.phases.lap(Phase::Inbox);
         let decided = self.decide(inbox);
+        self.refused.drain(..).for_each(|id| {
+            inbox.end_id(id);
+        });
         let epoch = self.pool.open_step()?;
+        self.release_swapped()?;
         let mut shared = self.memory.take();
         let mut planned = std::mem::take(&mut self.spare_planned);
         planned.clear();
@@ -45,7 +49,8 @@ impl Core {
         let num_rows = arrays.sequence_ids.len();
         self.memory.give_back(Arc::clone(&shared));
         self.phases.lap(Phase::BatchArrays);
-        self.open = Some(OpenStep { id: self.last_step, epoch, planned, num_rows });
+        let moved = std::mem::take(&mut self.swaps.moved);
+        self.open = Some(OpenStep { id: self.last_step, epoch, planned, num_rows, moved });
         if let Err(error) = decided {
             self.abandon(inbox, self.last_step, "planning failed", false)?;
             return Err(error);
@@ -57,6 +62,13 @@ impl Core {
     fn decide(&mut self, inbox: &Inbox) -> Result<()> {
         let mut budget = self.config.max_batch_tokens;
         let before = self.num_preemptions;
+        self.rotation.note(self.now);
+        self.coming.clear();
+        if !self.parked.is_empty() {
+            self.return_parked()?;
+        } else {
+            self.owed = 0;
+        }
         let block_size = self.config.block_size;
         let mut num_prefills = 0;
         let mut position = 0;
@@ -81,7 +93,7 @@ impl Core {
             }
         }
         self.phases.lap(Phase::Growth);
-        if self.num_preemptions == before {
+        if self.num_preemptions == before && self.coming.is_empty() {
             self.admit(inbox, &mut budget)?;
         }
         self.phases.lap(Phase::Admission);
@@ -145,6 +157,8 @@ impl Core {
         service.settle(&mut self.queue);
         self.tables.drain_changes(&mut arrays.table_changes);
         arrays.block_zeros.append(&mut self.zeros);
+        arrays.swap_out.append(&mut self.swaps.outgoing);
+        arrays.swap_in.append(&mut self.swaps.incoming);
     }
 }
 

@@ -1,14 +1,48 @@
-//! When a running sequence cannot grow: the youngest that may be a victim gives its blocks back.
+//! When a running sequence cannot grow: the youngest that may be a victim gives blocks back.
 //!
 //! Rules (they are what makes every request end):
-//! * the oldest running sequence is never a victim, and may take from anybody younger;
-//! * others take only from younger ones that sampled a token since their admission, and never from the oldest
-//!   of another tenant or from a tenant within its guarantee;
+//! * the oldest sequence is never a victim, and may take from anybody younger;
+//! * others take only from younger ones that sampled a token since their admission or return, and never from the
+//!   oldest of another tenant or from a tenant within its guarantee;
+//! * who is parked in part gives more before another is touched;
+//! * what this step has moved already is left alone;
 //! * a sequence that finds no victim stalls for a step and keeps what it has.
 
 use super::core::Core;
+use super::host_tier::Overflow;
 use super::request::FinishReason;
+use super::sequence::Sequence;
+use super::swap::MIN_TAIL_BLOCKS;
+use crate::ids::{AccountId, SequenceId};
 use crate::{Error, Result};
+
+/// Who needs room, and what is short.
+pub(super) struct Asker<'a> {
+    pub(super) id: SequenceId,
+    pub(super) tenant: usize,
+    pub(super) account: AccountId,
+    pub(super) short: &'a Error,
+    /// Seconds since its return below which a running sequence is no victim; `None` for growth, where age counts.
+    pub(super) residency: Option<f64>,
+}
+
+/// Where a victim is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Victim {
+    Parked(usize),
+    Running(usize),
+}
+
+/// What asking for room came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Room {
+    /// Something is free now.
+    Now,
+    /// Something will be, when the step has closed.
+    Later,
+    /// Nobody may be a victim.
+    None,
+}
 
 impl Core {
     /// Gives a running sequence room for `num_tokens` more positions, if need be by preempting others. False:
@@ -23,60 +57,209 @@ impl Core {
             if !self.config.policy.overcommits() {
                 return Ok(false);
             }
-            let Some(victim) = self.victim(position, &short)? else {
-                let sequence = &mut self.running[position];
-                if self.config.blocks_for(end) > self.pool.reachable(sequence.request.tenant.account)? {
-                    sequence.ending = Some(FinishReason::Capacity);
-                }
-                return Ok(false);
-            };
-            self.preempt(victim)?;
-        }
-    }
-
-    /// The youngest sequence, of the tenant most above its guarantee, that may be preempted for `position`.
-    fn victim(&self, position: usize, short: &Error) -> Result<Option<usize>> {
-        let asking = &self.running[position];
-        let own = asking.request.tenant.index;
-        let mut best: Option<(u64, usize)> = None;
-        for (candidate, sequence) in self.running.iter().enumerate().skip(position + 1) {
+            let sequence = &self.running[position];
             let tenant = &sequence.request.tenant;
-            if position > 0 && !sequence.has_sampled {
-                continue;
-            }
-            let above = if tenant.index == own {
-                u64::MAX
-            } else {
-                if matches!(short, Error::OverQuota { .. }) || (position > 0 && self.is_oldest(candidate)) {
-                    continue;
-                }
-                let account = self.pool.account_stats(tenant.account)?;
-                let above = account.committed.saturating_sub(account.guaranteed);
-                if above == 0 {
-                    continue;
-                }
-                above
+            let missing = self.config.blocks_for(end).saturating_sub(sequence.blocks.len() as u32);
+            let asker = Asker {
+                id: sequence.id,
+                tenant: tenant.index,
+                account: tenant.account,
+                short: &short,
+                residency: None,
             };
-            if best.is_none_or(|(most, _)| above >= most) {
-                best = Some((above, candidate));
+            match self.make_room(&asker, missing)? {
+                Room::Now => {}
+                Room::Later => return Ok(false),
+                Room::None => {
+                    let sequence = &mut self.running[position];
+                    let account = sequence.request.tenant.account;
+                    if self.config.blocks_for(end) > self.pool.reachable(account)? {
+                        sequence.ending = Some(FinishReason::Capacity);
+                    }
+                    return Ok(false);
+                }
             }
         }
-        Ok(best.map(|(_, candidate)| candidate))
     }
 
-    /// Whether no running sequence of the same tenant is older.
-    fn is_oldest(&self, position: usize) -> bool {
-        let tenant = self.running[position].request.tenant.index;
-        self.running[..position].iter().all(|sequence| sequence.request.tenant.index != tenant)
+    /// Takes `num_blocks` blocks from victims, unless as many are on their way already.
+    pub(super) fn make_room(&mut self, asker: &Asker<'_>, num_blocks: u32) -> Result<Room> {
+        let mut answer = Room::None;
+        while !self.promise_coming(asker, num_blocks) {
+            let Some(victim) = self.victim(asker)? else { return Ok(answer) };
+            answer = self.take_from(victim, num_blocks)?;
+            if answer == Room::Now {
+                return Ok(answer);
+            }
+        }
+        Ok(Room::Later)
     }
 
-    /// Takes everything from a sequence; it goes back to its place in the queue with its tokens. What is cached
-    /// of it may be matched again when it resumes.
-    fn preempt(&mut self, position: usize) -> Result<()> {
-        let mut sequence = self.running.remove(position);
-        self.release(&mut sequence)?;
-        self.num_preemptions += 1;
-        self.queue.push(sequence.into_waiting());
+    /// Counts on blocks that come free when the step closes, if there are enough for this asker.
+    fn promise_coming(&mut self, asker: &Asker<'_>, num_blocks: u32) -> bool {
+        let own_only = matches!(asker.short, Error::OverQuota { .. });
+        let counts = |entry: &&mut (AccountId, u32)| !own_only || entry.0 == asker.account;
+        if self.coming.iter_mut().filter(counts).map(|(_, count)| *count).sum::<u32>() < num_blocks {
+            return false;
+        }
+        let mut left = num_blocks;
+        for (_, count) in self.coming.iter_mut().filter(counts) {
+            let taken = left.min(*count);
+            *count -= taken;
+            left -= taken;
+        }
+        self.owed += num_blocks;
+        true
+    }
+
+    /// The youngest sequence, of the tenant most above its guarantee, that may be a victim; parked ones first.
+    fn victim(&self, asker: &Asker<'_>) -> Result<Option<Victim>> {
+        let forced = self.oldest() == Some(asker.id);
+        let mut best: Option<(u64, Victim)> = None;
+        for (position, sequence) in self.running.iter().enumerate() {
+            let eligible = match asker.residency {
+                Some(seconds) if !forced => {
+                    sequence.has_sampled && self.now - sequence.resumed_at >= seconds && position > 0
+                }
+                _ => sequence.id > asker.id && (forced || sequence.has_sampled),
+            };
+            if eligible && sequence.id != asker.id && !self.has_moved(sequence) {
+                self.consider(Victim::Running(position), asker, forced, &mut best)?;
+            }
+        }
+        for position in 0..self.parked.len() {
+            let sequence = &self.parked[position];
+            let spared = [Some(asker.id), self.oldest(), self.called.filter(|_| !forced)];
+            if !sequence.blocks.is_empty() && !spared.contains(&Some(sequence.id)) {
+                self.consider(Victim::Parked(position), asker, forced, &mut best)?;
+            }
+        }
+        Ok(best.map(|(_, victim)| victim))
+    }
+
+    /// Takes a candidate if its tenant may give to the asker, and is at least as far above its guarantee.
+    fn consider(
+        &self,
+        victim: Victim,
+        asker: &Asker<'_>,
+        forced: bool,
+        best: &mut Option<(u64, Victim)>,
+    ) -> Result<()> {
+        let sequence = self.of(victim);
+        let tenant = &sequence.request.tenant;
+        let above = if tenant.index == asker.tenant {
+            u64::MAX
+        } else {
+            let is_protected = !forced && self.is_oldest_of_tenant(sequence);
+            if matches!(asker.short, Error::OverQuota { .. }) || is_protected {
+                return Ok(());
+            }
+            let account = self.pool.account_stats(tenant.account)?;
+            account.committed.saturating_sub(account.guaranteed)
+        };
+        if above > 0 && best.is_none_or(|(most, _)| above >= most) {
+            *best = Some((above, victim));
+        }
+        Ok(())
+    }
+
+    fn of(&self, victim: Victim) -> &Sequence {
+        match victim {
+            Victim::Parked(position) => &self.parked[position],
+            Victim::Running(position) => &self.running[position],
+        }
+    }
+
+    /// The oldest sequence that has blocks.
+    pub(super) fn oldest(&self) -> Option<SequenceId> {
+        let ids = [self.running.first(), self.parked.first()];
+        ids.into_iter().flatten().map(|sequence| sequence.id).min()
+    }
+
+    fn is_oldest_of_tenant(&self, sequence: &Sequence) -> bool {
+        let tenant = sequence.request.tenant.index;
+        let older = |other: &&Sequence| other.id < sequence.id;
+        let same = |other: &Sequence| other.request.tenant.index == tenant;
+        !self.running.iter().take_while(older).any(same) && !self.parked.iter().take_while(older).any(same)
+    }
+
+    /// Whether this step copies blocks of the sequence already.
+    fn has_moved(&self, sequence: &Sequence) -> bool {
+        self.swaps.moved.contains(&sequence.id)
+    }
+
+    /// Takes blocks from a victim by whatever the configuration or the estimated cost says.
+    fn take_from(&mut self, victim: Victim, num_blocks: u32) -> Result<Room> {
+        let tail = num_blocks.max(MIN_TAIL_BLOCKS).min(self.of(victim).blocks.len() as u32);
+        if self.swaps_rather(victim, tail)? && self.park(victim, tail)? {
+            return Ok(Room::Later);
+        }
+        let mut sequence = match victim {
+            Victim::Parked(position) => self.parked.remove(position),
+            Victim::Running(position) => self.running.remove(position),
+        };
+        if self.config.overflow == Overflow::Refuse {
+            sequence.ending = Some(FinishReason::Capacity);
+        }
+        self.preempt(sequence)?;
+        Ok(Room::Now)
+    }
+
+    /// Whether moving the tail out and back costs less than computing the victim again.
+    fn swaps_rather(&self, victim: Victim, tail: u32) -> Result<bool> {
+        let Some(host) = &self.host else { return Ok(false) };
+        let sequence = self.of(victim);
+        let costs_less = match self.config.overflow {
+            Overflow::Recompute | Overflow::Refuse => return Ok(false),
+            Overflow::Swap => true,
+            Overflow::Auto => {
+                2.0 * host.config.swap_seconds(tail) <= host.config.recompute_seconds(sequence.num_computed)
+            }
+        };
+        Ok(costs_less && host.has_room(sequence.request.tenant.index, tail)?)
+    }
+
+    /// Moves a tail of the victim out. False, and nothing has changed, if that cannot be.
+    fn park(&mut self, victim: Victim, tail: u32) -> Result<bool> {
+        let mut sequence = match victim {
+            Victim::Parked(position) => self.parked.remove(position),
+            Victim::Running(position) => self.running.remove(position),
+        };
+        let account = sequence.request.tenant.account;
+        let done = self.swap_out(&mut sequence, tail)?;
+        if done && matches!(victim, Victim::Running(_)) {
+            sequence.progress.preemptions += 1;
+            self.num_preemptions += 1;
+            self.tables.free_row(sequence.row);
+        }
+        if done {
+            match self.coming.iter_mut().find(|(other, _)| *other == account) {
+                Some((_, count)) => *count += tail,
+                None => self.coming.push((account, tail)),
+            }
+        }
+        let list = if sequence.parked.is_some() { &mut self.parked } else { &mut self.running };
+        let position = list.partition_point(|other| other.id < sequence.id);
+        list.insert(position, sequence);
+        Ok(done)
+    }
+
+    /// Takes everything from a sequence; it goes back to its place in the queue with its tokens, or ends. What is
+    /// cached of it may be matched again when it resumes.
+    pub(super) fn preempt(&mut self, mut sequence: Sequence) -> Result<()> {
+        let was_parked = sequence.parked.is_some();
+        self.called = self.called.filter(|&called| called != sequence.id);
+        if let (Some(host), Some(parked)) = (&mut self.host, sequence.parked.take()) {
+            host.leave(parked.blocks);
+        }
+        self.release_device(&mut sequence, was_parked)?;
+        if let Some(reason) = sequence.ending {
+            self.refused.push(sequence.id);
+            self.ended.push(sequence.account(reason, None));
+            return Ok(());
+        }
+        self.num_preemptions += u64::from(!was_parked);
+        self.queue.push(sequence.into_waiting(!was_parked));
         Ok(())
     }
 }

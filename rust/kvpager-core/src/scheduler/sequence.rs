@@ -6,6 +6,20 @@ use crate::ids::{BlockHandle, SequenceId};
 use crate::prefix_index::Pin;
 use std::sync::Arc;
 
+/// The tail of a sequence that is on the host: its blocks from `Sequence::blocks.len()` on.
+pub(super) struct Parked {
+    /// Host blocks, last first: a longer tail is added at the end.
+    pub(super) blocks: Vec<BlockHandle>,
+    /// When its pause began.
+    pub(super) since: f64,
+}
+
+impl Parked {
+    pub(super) const fn new(now: f64) -> Self {
+        Self { blocks: Vec::new(), since: now }
+    }
+}
+
 pub(super) struct Sequence {
     pub(super) id: SequenceId,
     /// As submitted, but for its `prompt`, which has moved to `tokens`.
@@ -22,7 +36,12 @@ pub(super) struct Sequence {
     /// Deepest indexed node of our tokens; `None` if the request takes no part in reuse.
     pub(super) pin: Option<Pin>,
     pub(super) reservation: Reservation,
+    /// Row of the table arena; means nothing while it is parked.
     pub(super) row: u32,
+    /// Its tail on the host, if it was taken back.
+    pub(super) parked: Option<Box<Parked>>,
+    /// When it last came back.
+    pub(super) resumed_at: f64,
     /// Set when the sequence has ended and waits for its removal, which no open step may see.
     pub(super) ending: Option<FinishReason>,
     /// Whether a token was sampled since its admission; only then may it be a victim.
@@ -34,6 +53,11 @@ impl Sequence {
     /// Tokens that are known and not computed.
     pub(super) fn remaining(&self) -> u32 {
         self.tokens.len() as u32 - self.num_computed
+    }
+
+    /// Leading tokens whose KV is in its blocks when all planned steps have run.
+    pub(super) fn num_written(&self) -> u32 {
+        self.num_computed + self.num_planned
     }
 
     /// Whether the open step computes its last known token, so that the next one is sampled.
@@ -61,9 +85,10 @@ impl Sequence {
     }
 
     /// The request that goes back to the queue with all its tokens; the blocks are released by then.
-    pub(super) fn into_waiting(self) -> WaitingRequest {
+    /// It counts as one more preemption unless its tail had been taken back before.
+    pub(super) fn into_waiting(self, is_new: bool) -> WaitingRequest {
         let mut progress = self.progress;
-        progress.preemptions += 1;
+        progress.preemptions += u64::from(is_new);
         progress.lost_tokens = self.num_computed;
         let mut request = self.request;
         request.prompt = self.tokens;

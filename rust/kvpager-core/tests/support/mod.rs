@@ -12,11 +12,11 @@
 use kvpager_core::block_pool::{BlockPool, PoolConfig};
 use kvpager_core::prefix_index::{EvictionPolicy, Fingerprint, IndexConfig, PrefixIndex};
 use kvpager_core::scheduler::{
-    AdmissionPolicy, Batch, FinishedRequest, PADDING_SEQUENCE, Request, Scheduler, SchedulerConfig, Tenant,
-    TenantConfig, ZeroBlocks,
+    AdmissionPolicy, Batch, BatchArrays, FinishedRequest, HostTierConfig, Overflow, PADDING_SEQUENCE,
+    Request, Scheduler, SchedulerConfig, Tenant, TenantConfig, ZeroBlocks,
 };
 use kvpager_core::{Result, SequenceId};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 /// Hash of a prefix, one token at a time.
@@ -61,6 +61,8 @@ pub fn config(block_size: u32) -> SchedulerConfig {
         max_bypass: 8,
         max_bypass_steps: 64,
         zero_blocks: ZeroBlocks::OnTenantChange,
+        overflow: Overflow::Auto,
+        host_tier: HostTierConfig::default(),
     }
 }
 
@@ -72,6 +74,8 @@ pub struct Engine {
     pub outputs: HashMap<SequenceId, Vec<u32>>,
     /// Per slot: the hash of the prefix that its KV was computed from.
     kv: Vec<Option<u64>>,
+    /// The same of the host tier.
+    host: Vec<Option<u64>>,
     /// Account that last wrote each block, to check what is zeroed.
     writer: Vec<Option<SequenceId>>,
     block_size: usize,
@@ -85,9 +89,11 @@ impl Engine {
             PrefixIndex::new(Arc::clone(&pool), index).unwrap()
         });
         let block_size = config.block_size as usize;
+        let host_slots = config.host_tier.num_blocks as usize * block_size;
         let scheduler = Arc::new(Scheduler::new(Arc::clone(&pool), index.clone(), config).unwrap());
         Self {
             kv: vec![None; num_blocks as usize * block_size],
+            host: vec![None; host_slots],
             writer: vec![None; num_blocks as usize],
             pool,
             index,
@@ -122,10 +128,7 @@ impl Engine {
     pub fn run(&mut self, batch: &Batch) -> (Vec<i32>, Vec<i32>) {
         let arrays = &batch.arrays;
         let arena = Arc::clone(self.scheduler.arena());
-        for &block in &arrays.block_zeros {
-            let start = block as usize * self.block_size;
-            self.kv[start..start + self.block_size].fill(None);
-        }
+        self.move_blocks(arrays);
         let (mut token_start, mut tokens) = (vec![0], Vec::new());
         for row in 0..arrays.sequence_ids.len() {
             let range = arrays.query_start[row] as usize..arrays.query_start[row + 1] as usize;
@@ -163,6 +166,25 @@ impl Engine {
         (token_start, tokens)
     }
 
+    /// What a batch moves before its forward pass, in the order of the stream.
+    fn move_blocks(&mut self, arrays: &BatchArrays) {
+        check_moves(arrays);
+        let size = self.block_size;
+        let slots = |block: i32| block as usize * size..(block as usize + 1) * size;
+        for &[device, host] in &arrays.swap_out {
+            self.host[slots(host)].copy_from_slice(&self.kv[slots(device)]);
+        }
+        for &block in &arrays.block_zeros {
+            self.kv[slots(block)].fill(None);
+        }
+        for &[host, device] in &arrays.swap_in {
+            self.kv[slots(device)].copy_from_slice(&self.host[slots(host)]);
+        }
+        for &[from, to] in &arrays.block_copies {
+            self.kv.copy_within(slots(from), slots(to).start);
+        }
+    }
+
     /// One whole turn. Returns the batch's number of tokens.
     pub fn turn(&mut self) -> usize {
         let batch = self.scheduler.step(0).unwrap();
@@ -172,6 +194,15 @@ impl Engine {
         self.note(outcome.finished);
         self.check();
         batch.arrays.token_ids.len()
+    }
+
+    /// A turn whose model crashes before it has moved or written anything.
+    pub fn crashed_turn(&mut self) {
+        let batch = self.scheduler.step(0).unwrap();
+        self.note(batch.arrays.finished.iter().cloned());
+        let outcome = self.scheduler.abandon(batch.step_id, "crash", false).unwrap();
+        self.note(outcome.finished);
+        self.check();
     }
 
     /// A turn whose model crashes after it wrote its KV.
@@ -206,6 +237,9 @@ impl Engine {
 
     pub fn check(&self) {
         self.pool.check_invariants().unwrap();
+        if let Some(host) = self.scheduler.host_pool() {
+            host.check_invariants().unwrap();
+        }
         if let Some(index) = &self.index {
             index.check_invariants().unwrap();
         }
@@ -218,7 +252,27 @@ impl Engine {
         let stats = self.pool.stats();
         assert_eq!((stats.held, stats.reserved, stats.quarantined), (0, 0, 0), "{stats:?}");
         assert_eq!(stats.free + stats.cached, stats.capacity);
+        if let Some(host) = self.scheduler.host_pool() {
+            assert_eq!(host.stats().free, host.stats().capacity);
+        }
     }
+}
+
+/// No block is written twice, and none is written by one kind of move that a later kind reads.
+fn check_moves(arrays: &BatchArrays) {
+    let column = |pairs: &[[i32; 2]], i: usize| pairs.iter().map(|pair| pair[i]).collect::<Vec<_>>();
+    let distinct = |blocks: &[i32]| blocks.iter().collect::<HashSet<_>>().len() == blocks.len();
+    let disjoint = |a: &[i32], b: &[i32]| a.iter().all(|block| !b.contains(block));
+    let (out_from, out_to) = (column(&arrays.swap_out, 0), column(&arrays.swap_out, 1));
+    let (in_from, in_to) = (column(&arrays.swap_in, 0), column(&arrays.swap_in, 1));
+    let (copy_from, copy_to) = (column(&arrays.block_copies, 0), column(&arrays.block_copies, 1));
+    assert!(distinct(&out_to) && distinct(&in_to) && distinct(&copy_to));
+    assert!(disjoint(&out_to, &in_from), "a block swapped out is swapped in by the same step");
+    assert!(disjoint(&out_from, &in_to), "a block that is swapped out is written by the same step");
+    assert!(disjoint(&in_to, &copy_from) && disjoint(&arrays.block_zeros, &copy_from));
+    let block_of = |slot: &i64| (*slot >= 0).then_some(*slot);
+    let written: HashSet<i64> = arrays.slot_mapping.iter().filter_map(block_of).collect();
+    assert_eq!(written.len(), arrays.slot_mapping.iter().filter_map(block_of).count());
 }
 
 pub fn request(tenant: &Arc<Tenant>, prompt: &[u32], max_tokens: u32) -> Request {

@@ -1,0 +1,139 @@
+//! When parked sequences come back.
+//!
+//! * The oldest sequence of all comes back by force, whatever it takes from others: it always gets on.
+//! * Others come back, oldest first, when there is room for them and a little more.
+//! * One whose pause has reached `max_token_gap` comes back at the cost of another. That draws on a token bucket of
+//!   seconds of copying; when it is empty, the pause goes on and progress wins.
+
+use super::core::Core;
+use super::preempt::{Asker, Room};
+use crate::{Error, Result};
+
+/// Share of time that rotation may copy for.
+const SHARE: f64 = 0.02;
+/// Seconds of copying that may be spent at once.
+const BURST: f64 = 20.0;
+/// Share of `max_token_gap` for which a sequence that came back is left alone.
+const RESIDENCY: f64 = 0.6;
+
+/// The token bucket, and the pace of the steps.
+#[derive(Debug)]
+pub(super) struct Rotation {
+    seconds: f64,
+    last: f64,
+    /// Seconds between the last two steps.
+    pace: f64,
+}
+
+impl Default for Rotation {
+    fn default() -> Self {
+        Self { seconds: BURST, last: f64::NEG_INFINITY, pace: 0.0 }
+    }
+}
+
+impl Rotation {
+    /// A step begins.
+    pub(super) fn note(&mut self, now: f64) {
+        if self.last.is_finite() {
+            self.pace = now - self.last;
+            self.seconds = (self.seconds + SHARE * self.pace).min(BURST);
+        }
+        self.last = now;
+    }
+
+    fn spend(&mut self, seconds: f64) -> bool {
+        let granted = self.seconds >= seconds;
+        if granted {
+            self.seconds -= seconds;
+        }
+        granted
+    }
+}
+
+impl Core {
+    /// Brings back whom there is room for, and makes room for whom it is time for. Before anybody grows.
+    pub(super) fn return_parked(&mut self) -> Result<()> {
+        let mut owed = std::mem::take(&mut self.owed);
+        let mut position = 0;
+        while position < self.parked.len() {
+            let sequence = &self.parked[position];
+            let id = sequence.id;
+            let need = self.blocks_to_return(sequence);
+            let first = self.oldest() == Some(id) || self.called == Some(id);
+            let is_due = first || (self.called.is_none() && self.is_due(position) && self.pay(need));
+            let slack = if is_due { 0 } else { owed + self.return_slack() };
+            let mut short = Error::OutOfBlocks { needed: need.into(), available: 0, capacity: 0 };
+            if u64::from(need + slack) <= self.uncommitted() {
+                match self.unpark(position)? {
+                    Some(error) => short = error,
+                    None => {
+                        self.called = self.called.filter(|&called| called != id);
+                        continue;
+                    }
+                }
+            }
+            if is_due {
+                self.call(position, &short)?;
+                owed += need;
+            }
+            position += 1;
+        }
+        Ok(())
+    }
+
+    /// Blocks that stay free after a return that is not due.
+    fn return_slack(&self) -> u32 {
+        MARGIN_BLOCKS + self.running.len() as u32
+    }
+
+    /// Blocks of the pool that nobody has or is promised.
+    pub(super) fn uncommitted(&self) -> u64 {
+        let stats = self.pool.stats();
+        stats.capacity - stats.held - stats.reserved - stats.quarantined
+    }
+
+    fn unpark(&mut self, position: usize) -> Result<Option<Error>> {
+        let mut sequence = self.parked.remove(position);
+        let short = self.swap_in(&mut sequence)?;
+        let list = if short.is_none() { &mut self.running } else { &mut self.parked };
+        let position = list.partition_point(|other| other.id < sequence.id);
+        list.insert(position, sequence);
+        Ok(short)
+    }
+
+    /// Whether a sequence that is called now comes back just before its pause is too long: its blocks are free one
+    /// step later, and its token comes at the end of that.
+    fn is_due(&self, position: usize) -> bool {
+        let (Some(host), Some(parked)) = (&self.host, &self.parked[position].parked) else { return false };
+        self.now - parked.since + 2.0 * self.rotation.pace >= host.config.max_token_gap
+    }
+
+    /// Takes the time that moving so many blocks in, and as many out, costs from the bucket.
+    fn pay(&mut self, num_blocks: u32) -> bool {
+        let Some(host) = &self.host else { return false };
+        self.rotation.spend(2.0 * host.config.swap_seconds(num_blocks))
+    }
+
+    /// Takes from others what a parked sequence needs; it comes back in the next step.
+    fn call(&mut self, position: usize, short: &Error) -> Result<()> {
+        let Some(host) = &self.host else { return Ok(()) };
+        let sequence = &self.parked[position];
+        let tenant = &sequence.request.tenant;
+        let need = u64::from(self.blocks_to_return(sequence));
+        let asker = Asker {
+            id: sequence.id,
+            tenant: tenant.index,
+            account: tenant.account,
+            short,
+            residency: Some(RESIDENCY * host.config.max_token_gap),
+        };
+        let missing = need.saturating_sub(self.uncommitted()).max(1) as u32;
+        if self.make_room(&asker, missing)? != Room::None && self.called.is_none() {
+            self.called = Some(asker.id);
+        }
+        Ok(())
+    }
+}
+
+/// See [`Core::return_slack`].
+const MARGIN_BLOCKS: u32 = 32;

@@ -1,0 +1,152 @@
+//! Moving the tail of a sequence to the host tier, and back.
+//!
+//! A *parked* sequence keeps its head on the device, has no table row and is in no batch. Device blocks that a
+//! step copies out, and host blocks that it copies in, leave their pools when that step has opened: both ends
+//! stay as they are until it closes.
+
+use super::core::Core;
+use super::sequence::{Parked, Sequence};
+use crate::ids::BlockHandle;
+use crate::prefix_index::Pin;
+use crate::{Error, Result};
+
+/// Fewest blocks that a tail has: a copy of less is not worth its launch.
+pub(super) const MIN_TAIL_BLOCKS: u32 = 32;
+
+/// What the next batch moves, and what leaves the device pool when its step has opened.
+#[derive(Default)]
+pub(super) struct Swaps {
+    /// (device, host), (host, device).
+    pub(super) outgoing: Vec<[i32; 2]>,
+    pub(super) incoming: Vec<[i32; 2]>,
+    /// Sequences that the next step moves: if it fails, what they have is not known.
+    pub(super) moved: Vec<crate::SequenceId>,
+    /// Device blocks, and pins of indexed ones, that the next step copies from.
+    leaving: Vec<BlockHandle>,
+    leaving_pins: Vec<Pin>,
+    pub(super) num_swapped_out: u64,
+    pub(super) num_swapped_in: u64,
+}
+
+impl Core {
+    /// Moves the last `num_blocks` blocks of a sequence, or all it has, to the host tier. False, and nothing has
+    /// changed, if its share of that is full.
+    pub(super) fn swap_out(&mut self, sequence: &mut Sequence, num_blocks: u32) -> Result<bool> {
+        let Some(host) = &mut self.host else { return Ok(false) };
+        let have = sequence.blocks.len();
+        let keep = have.saturating_sub(num_blocks as usize);
+        let written = self.config.blocks_for(sequence.num_written()) as usize;
+        let mut copies = vec![BlockHandle::from_bits(0); written.min(have).saturating_sub(keep)];
+        if !host.allocate(sequence.request.tenant.index, &mut copies)? {
+            return Ok(false);
+        }
+        let indexed = sequence.num_indexed as usize;
+        if keep < indexed && !self.shorten_pin(sequence, keep)? {
+            if let Some(host) = &self.host {
+                host.release(&copies)?;
+            }
+            return Ok(false);
+        }
+        let parked = sequence.parked.get_or_insert_with(|| Box::new(Parked::new(self.now)));
+        for (&device, &copy) in sequence.blocks[keep..].iter().zip(&copies).rev() {
+            self.swaps.outgoing.push([device.id().0 as i32, copy.id().0 as i32]);
+            parked.blocks.push(copy);
+        }
+        self.swaps.num_swapped_out += copies.len() as u64;
+        self.swaps.moved.push(sequence.id);
+        self.swaps.leaving.extend_from_slice(&sequence.blocks[keep.max(indexed)..]);
+        sequence.blocks.truncate(keep);
+        sequence.num_indexed = sequence.num_indexed.min(keep as u32);
+        let promised = sequence.reservation.num_blocks();
+        sequence.reservation.shrink(promised)?;
+        Ok(true)
+    }
+
+    /// Pins the first `num_blocks` of an indexed prefix instead of all of it; what it lets go stays cached, and
+    /// is not evicted before the next step has closed. False if the index cannot.
+    fn shorten_pin(&mut self, sequence: &mut Sequence, num_blocks: usize) -> Result<bool> {
+        let (Some(index), Some(pin)) = (&self.index, &mut sequence.pin) else { return Ok(true) };
+        let tokens = &sequence.tokens[..num_blocks * self.config.block_size as usize];
+        self.scratch.clear();
+        let shorter = match index.match_whole(pin.namespace(), tokens, &mut self.scratch) {
+            Ok(shorter) => shorter,
+            Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. }) => return Ok(false),
+            Err(error) => return Err(error),
+        };
+        if self.scratch[..] != sequence.blocks[..num_blocks] {
+            return Ok(false);
+        }
+        self.swaps.leaving_pins.push(std::mem::replace(pin, shorter));
+        Ok(true)
+    }
+
+    /// Device blocks that a parked sequence needs to run its next token.
+    pub(super) fn blocks_to_return(&self, sequence: &Sequence) -> u32 {
+        self.config.blocks_for(sequence.tokens.len() as u32) - sequence.blocks.len() as u32
+    }
+
+    /// Brings the tail of a parked sequence back and gives it a row. `Ok(Some(error))` says what is short; the
+    /// sequence is as before then.
+    pub(super) fn swap_in(&mut self, sequence: &mut Sequence) -> Result<Option<Error>> {
+        let Some(mut parked) = sequence.parked.take() else { return Ok(None) };
+        match self.draw_return(sequence, parked.blocks.len()) {
+            Ok(()) => {}
+            Err(
+                error @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. } | Error::NeedsReclaim { .. }),
+            ) => {
+                sequence.parked = Some(parked);
+                return Ok(Some(error));
+            }
+            Err(error) => return Err(error),
+        }
+        let Some(row) = self.tables.take_row() else {
+            return Err(Error::WrongState("a running place has no table row".to_owned()));
+        };
+        sequence.row = row;
+        sequence.blocks.extend_from_slice(&self.scratch);
+        for &block in &sequence.blocks {
+            self.tables.append(row, block.id());
+        }
+        self.note_owner(sequence.request.tenant.account);
+        let copies = parked.blocks.drain(..).rev();
+        let host: Vec<BlockHandle> = copies.collect();
+        let pairs = host.iter().zip(&self.scratch);
+        self.swaps.incoming.extend(pairs.map(|(copy, device)| [copy.id().0 as i32, device.id().0 as i32]));
+        self.swaps.num_swapped_in += host.len() as u64;
+        self.swaps.moved.push(sequence.id);
+        if let Some(tier) = &mut self.host {
+            tier.leave(host);
+        }
+        sequence.has_sampled = false;
+        sequence.resumed_at = self.now;
+        Ok(None)
+    }
+
+    /// Promises what a parked sequence needs and draws its tail into `scratch`.
+    fn draw_return(&mut self, sequence: &mut Sequence, tail: usize) -> Result<()> {
+        if self.tables.num_free_rows() == 0 {
+            return Err(Error::OutOfBlocks { needed: 1, available: 0, capacity: 0 });
+        }
+        let promised = sequence.reservation.num_blocks();
+        let need = self.blocks_to_return(sequence);
+        sequence.reservation.grow(need.saturating_sub(promised))?;
+        self.scratch.clear();
+        self.scratch.resize(tail, BlockHandle::from_bits(0));
+        let drawn = super::core::draw(self.index.as_deref(), sequence, &mut self.scratch);
+        if drawn.is_err() {
+            sequence.reservation.shrink(sequence.reservation.num_blocks())?;
+        }
+        drawn
+    }
+
+    /// Lets go of what the step that has just opened copies from.
+    pub(super) fn release_swapped(&mut self) -> Result<()> {
+        if let Some(host) = &mut self.host {
+            host.open_step()?;
+            self.swaps.leaving_pins.clear();
+            self.pool.release(&self.swaps.leaving)?;
+            self.swaps.leaving.clear();
+        }
+        Ok(())
+    }
+}
