@@ -16,12 +16,11 @@ fn tiered(host_blocks: u32) -> SchedulerConfig {
 /// Four requests of 8 + 24 tokens in a pool that holds little more than one.
 fn crowd(engine: &mut Engine) -> Vec<(kvpager_core::SequenceId, Vec<u32>)> {
     let tenant = engine.tenant("a");
-    (1..=4)
-        .map(|seed| {
-            let prompt = prompt(seed, 8);
-            (engine.submit(&tenant, &prompt, 24).unwrap(), prompt)
-        })
-        .collect()
+    let submit = |seed| {
+        let prompt = prompt(seed, 8);
+        (engine.submit(&tenant, &prompt, 24).expect("fits"), prompt)
+    };
+    (1..=4).map(submit).collect()
 }
 
 #[test]
