@@ -1031,8 +1031,8 @@ class Scheduler:
         kv_bytes_per_block: bytes of one block over all layers.
         link_bytes_per_second: speed of a copy between device and host.
         prefill_tokens_per_second: speed of computing again.
-        max_token_gap: seconds after which a swapped sequence comes back at the cost of another; within a budget,
-            so it is a goal and not a bound.
+        max_token_gap: seconds after which a swapped sequence comes back at the cost of another; within a
+            budget, so it is a goal and not a bound.
 
     Raises:
         InvalidArgumentError: with every limit that is out of range.
