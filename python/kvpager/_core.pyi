@@ -1022,10 +1022,10 @@ class Scheduler:
         max_bypass: requests that may pass the head of their tenant's queue while it does not fit.
         max_bypass_steps: steps for which a head may be passed.
         zero_blocks: when a block is listed in `Batch.block_zeros` before its first write.
-        overflow: what happens when running sequences have outgrown the pool (not under `reserve`). `swap`: tails
-            of the youngest go to the host tier; `recompute`: they give everything back and are computed again,
-            also when the host tier is full; `auto`: whatever costs less time by the speeds below; `refuse`: they
-            end with reason `capacity`.
+        overflow: what happens when running sequences have outgrown the pool (not under `reserve`). `swap`:
+            tails of the youngest go to the host tier; `recompute`: they give everything back and are computed
+            again, also when the host tier is full; `auto`: whatever costs less time by the speeds below;
+            `refuse`: they end with reason `capacity`.
         host_blocks: blocks of the host tier, 0 for none. The caller owns that memory and does
             `Batch.swap_out` and `Batch.swap_in` on it.
         kv_bytes_per_block: bytes of one block over all layers.
