@@ -63,6 +63,12 @@ class KvGeometry:
     @property
     def hidden_size(self) -> int: ...
     @property
+    def intermediate_size(self) -> int | None: ...
+    @property
+    def vocab_size(self) -> int | None: ...
+    @property
+    def tensor_parallel(self) -> int: ...
+    @property
     def max_positions(self) -> int | None: ...
     @property
     def full_attention_layers(self) -> int: ...
@@ -142,6 +148,9 @@ class Budget:
     @property
     def longest_request(self) -> int:
         """Longest single request that fits."""
+    @property
+    def batch_array_bytes(self) -> int:
+        """Bytes of a batch's arrays, block tables included; a part of the workspace."""
 
 # --- block pool ---------------------------------------------------------------------------------------------
 

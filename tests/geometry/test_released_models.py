@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from released_configs import CONFIGS
 
 from kvpager._core import KvGeometry
+
+from .released_configs import CONFIGS
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpager.cli.sizes import format_bytes, parse_bytes
+from kvpager.cli.sizes import parse_bytes
+from kvpager.errors import InvalidArgumentError
+from kvpager.planning.verify import Limits
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from kvpager._core import Budget, KvGeometry
+    from kvpager.planning.memory import Memory
+    from kvpager.planning.model_files import ModelFiles
 
 __all__ = ["plan", "register"]
 
@@ -29,7 +31,10 @@ Size = Annotated[str | None, typer.Option(metavar="BYTES", show_default="estimat
 def plan(
     config: Annotated[Path, typer.Argument(help="config.json, a directory that holds one, or a GGUF file")],
     *,
-    device_memory: Annotated[str, typer.Option(metavar="BYTES", help="Memory of one device, like 80GiB.")],
+    device_memory: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="Memory of one device, like 80GiB; default: the measured one's."),
+    ] = None,
     device_free: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Free at start; default: all.")
     ] = None,
@@ -65,6 +70,16 @@ def plan(
     lengths: Annotated[
         str | None, typer.Option(metavar="TRACE", help="Compare block sizes on the lengths of a trace.")
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure on the CUDA device instead of estimating.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Allocate the plan (on the CUDA device, or in host memory), run the worst batch, compare.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what fits on a device, part by part: every number is given, estimated (and marked so) or measured.
@@ -72,7 +87,7 @@ def plan(
     All figures are for one device: the one with the most layers, under tensor and pipeline parallelism.
     """
     from kvpager._core import KvGeometry
-    from kvpager.model_files import read_model_files
+    from kvpager.planning.model_files import read_model_files
 
     def size(text: str | None, name: str) -> int | None:
         return None if text is None else parse_bytes(text, name)
@@ -81,37 +96,102 @@ def plan(
     geometry = KvGeometry.from_config_json(
         files.config, kv_dtype=kv_dtype, kv_scales=kv_scales, tensor_parallel=tp, pipeline_parallel=pp
     )
-    given = size(weights, "--weights")
-    from_files = files.weight_bytes if given is None else None
+    given = {
+        "weights": size(weights, "--weights"),
+        "activations": size(activations, "--activations"),
+        "workspace": size(workspace, "--workspace"),
+        "communication": size(communication, "--communication"),
+        "runtime": size(runtime, "--runtime"),
+        "graphs": size(graphs, "--graphs"),
+        "safety_margin": size(safety_margin, "--safety-margin"),
+    }
+    limits = Limits(
+        block_size=block_size,
+        max_batch_tokens=max_batch_tokens,
+        max_running=max_running,
+        max_model_tokens=max_model_tokens or geometry.max_positions or 131072,
+    )
+    sources = _Sources(given)
+    sources.add_files(files, devices=tp * pp)
+    device = sources.add_device(geometry, limits, wanted=measure, useful=verify)
+    total = size(device_memory, "--device-memory")
+    if total is None and device is None:
+        raise InvalidArgumentError("--device-memory is missing: bytes like 80GiB, or --measure on the device")
+    total = total or (0 if device is None else device.total)
+    free = size(device_free, "--device-free")
     budget = geometry.budget(
-        parse_bytes(device_memory, "--device-memory"),
-        device_free=size(device_free, "--device-free"),
+        total,
+        device_free=sources.free_of(total) if free is None else free,
         device_share=device_share,
-        weights=given if from_files is None else -(-from_files // (tp * pp)),
-        activations=size(activations, "--activations"),
-        workspace=size(workspace, "--workspace"),
-        communication=size(communication, "--communication"),
-        runtime=size(runtime, "--runtime"),
-        graphs=size(graphs, "--graphs"),
-        safety_margin=size(safety_margin, "--safety-margin"),
         block_size=block_size,
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
         max_model_tokens=max_model_tokens,
+        **sources.sizes,
     )
     result = _result(geometry, budget, block_size=block_size, max_batch_tokens=max_batch_tokens)
-    if from_files is not None:
-        result["budget_note"]["weights"] = files.weight_source
+    result["budget_origin"] |= sources.origins
+    result["budget_note"] |= sources.notes
     if lengths is not None:
-        from kvpager.block_sizes import compare_block_sizes
+        from kvpager.planning.block_sizes import compare_block_sizes
 
         cache = result["budget"]["cache"]
         rows = compare_block_sizes(geometry, lengths, cache_bytes=cache, max_running=max_running)
         result["block_sizes"] = rows
+    if verify:
+        from kvpager.planning.verify import verify as try_plan
+
+        result["verify"] = try_plan(
+            geometry, budget, limits, device=device, runtime=result["budget"]["runtime"]
+        )
     if as_json:
         typer.echo(json.dumps(result))
     else:
-        _print(result)
+        from kvpager.cli.plan_tables import print_plan
+
+        print_plan(result)
+    if verify and not result["verify"]["ok"]:
+        raise typer.Exit(1)
+
+
+class _Sources:
+    """Where the parts of a budget come from, if not from an estimate."""
+
+    def __init__(self, given: dict[str, int | None]) -> None:
+        self.sizes = given
+        self.origins: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+        self.free: int | None = None
+
+    def add_files(self, files: ModelFiles, *, devices: int) -> None:
+        """Takes the weights from the model's files, unless they are given."""
+        if self.sizes["weights"] is None and files.weight_bytes is not None:
+            self.sizes["weights"] = -(-files.weight_bytes // devices)
+            self.notes["weights"] = files.weight_source
+
+    def add_device(
+        self, geometry: KvGeometry, limits: Limits, *, wanted: bool, useful: bool
+    ) -> Memory | None:
+        """Measures what is not given: if it is wanted, or useful and there is a device."""
+        from kvpager.planning.measure import measure, require_device
+        from kvpager.planning.memory import open_device
+
+        if not (wanted or useful):
+            return None
+        memory = require_device() if wanted else open_device()[0]
+        if memory is None:
+            return None
+        measured = measure(memory, geometry, limits)
+        self.free = measured.free
+        for name in ("activations", "workspace", "runtime"):
+            if self.sizes[name] is None:
+                self.sizes[name] = getattr(measured, name)
+                self.origins[name], self.notes[name] = "measured", memory.name
+        return memory
+
+    def free_of(self, total: int) -> int | None:
+        """Measured free bytes, as far as they count in a device of `total`."""
+        return None if self.free is None else min(self.free, total)
 
 
 def _result(
@@ -163,103 +243,3 @@ def _result(
         "full_length_request": request,
         "notes": geometry.notes,
     }
-
-
-def _block_sizes(rows: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
-    table = Table("block size", "blocks", "unused slots", "entries a request", "tables", box=None)
-    for row in rows:
-        table.add_row(
-            str(row["block_size"]),
-            f"{row['num_blocks']:,}",
-            f"{row['internal_waste']:.2%}",
-            f"{row['table_entries']:,.0f}",
-            format_bytes(row["table_bytes"]),
-        )
-    return table
-
-
-_COLOURS = {
-    "weights": "blue",
-    "activations": "magenta",
-    "workspace": "bright_magenta",
-    "communication": "cyan",
-    "runtime": "yellow",
-    "graphs": "bright_yellow",
-    "safety_margin": "white",
-    "cache": "green",
-    "not_offered": "bright_black",
-}
-
-
-def _print(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    device = sum(result["budget"].values())
-    heads = (
-        ""
-        if result["num_kv_heads"] is None
-        else f", {result['num_kv_heads']} KV heads of {result['head_dim']}"
-    )
-    console.print(
-        f"{escape(result['model_type'])}: {result['num_layers']} layers, {result['attention']}{heads}, "
-        f"KV in {result['kv_dtype']}"
-    )
-    console.print(
-        f"A token costs {format_bytes(result['kv_bytes_per_token'])}"
-        f", beyond every window {format_bytes(result['kv_bytes_per_token_beyond_window'])}"
-    )
-    groups = Table("layer group", "layers", "window", "bytes a token", "padding", title=None, box=None)
-    for group in result["layer_groups"]:
-        window = "all" if group["window"] is None else f"{group['window']:,}"
-        row = (
-            str(group["layers"]),
-            window,
-            str(group["bytes_per_token"]),
-            str(group["padding_bytes_per_token"]),
-        )
-        groups.add_row(group["span"], *row)
-    console.print(groups)
-    table = Table("part", "size", "share", "", "note", box=None)
-    for name, size in result["budget"].items():
-        table.add_row(
-            f"[{_COLOURS[name]}]█[/] {name.replace('_', ' ')}",
-            format_bytes(size),
-            f"{size / device:.1%}",
-            result["budget_origin"][name],
-            escape(result["budget_note"][name]),
-        )
-    console.print(table)
-    console.print(_bar(result["budget"], console.width))
-    console.print(
-        f"{result['num_blocks']:,} blocks of {result['block_size']} tokens hold "
-        f"{result['max_tokens']:,} tokens; the longest single request: {_tokens(result['longest_request'])}"
-    )
-    request = result["full_length_request"]
-    if request is not None:
-        console.print(
-            f"{request['requests_that_fit']:,} requests of the full {request['tokens']:,} tokens "
-            f"({request['blocks']:,} blocks each)"
-        )
-    if "block_sizes" in result:
-        console.print(_block_sizes(result["block_sizes"]))
-    for note in result["notes"]:
-        console.print(f"Note: {escape(note)}")
-
-
-def _tokens(count: int | None) -> str:
-    return "no bound" if count is None else f"{count:,} tokens"
-
-
-def _bar(budget: dict[str, int], width: int) -> str:
-    """A stacked bar as wide as the terminal; every part that has bytes gets at least one cell."""
-    total = max(1, sum(budget.values()))
-    width = max(20, min(width, 100) - 1)
-    cells = {name: max(1, size * width // total) for name, size in budget.items() if size}
-    largest = max(cells, key=lambda name: cells[name])
-    cells[largest] += width - sum(cells.values())
-    return "".join(f"[{_COLOURS[name]}]{'█' * count}[/]" for name, count in cells.items())

@@ -68,6 +68,21 @@ impl KvGeometry {
     }
 
     #[getter]
+    fn intermediate_size(&self) -> Option<u64> {
+        self.0.shape().intermediate_size
+    }
+
+    #[getter]
+    fn vocab_size(&self) -> Option<u64> {
+        self.0.shape().vocab_size
+    }
+
+    #[getter]
+    fn tensor_parallel(&self) -> u64 {
+        self.0.options().tensor_parallel
+    }
+
+    #[getter]
     fn max_positions(&self) -> Option<u64> {
         self.0.shape().max_positions
     }
@@ -233,6 +248,11 @@ impl Budget {
     #[getter]
     fn max_tokens(&self) -> u64 {
         self.0.max_tokens
+    }
+
+    #[getter]
+    fn batch_array_bytes(&self) -> u64 {
+        self.0.batch_array_bytes
     }
 
     #[getter]

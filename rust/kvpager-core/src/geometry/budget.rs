@@ -137,6 +137,8 @@ pub struct Budget {
     pub max_tokens: u64,
     /// Longest single request that fits.
     pub longest_request: u64,
+    /// Bytes of a batch's arrays, which are part of the workspace.
+    pub batch_array_bytes: u64,
 }
 
 impl Budget {
@@ -162,6 +164,7 @@ impl Budget {
             block_bytes,
             num_blocks,
             max_tokens: num_blocks / num_groups * input.block_size,
+            batch_array_bytes: batch_array_bytes(geometry, input),
             longest_request: geometry.longest_length(num_blocks, input.block_size, input.max_batch_tokens),
             parts: {
                 let left = cache - num_blocks * block_bytes;
@@ -242,41 +245,70 @@ fn weights(geometry: &KvGeometry) -> Result<(u64, String)> {
     }
 }
 
-/// Peak of one layer's forward pass in 16 bits: the residual and its normed copy, Q, K, V and the attention
-/// output, the gated pair; and float32 logits for the sampled rows.
-fn activations(geometry: &KvGeometry, input: &BudgetInput) -> (u64, String) {
+/// Heads of queries and of K and V on one device, and their size.
+fn heads_on_device(geometry: &KvGeometry) -> (u64, u64, u64) {
     let shape = geometry.shape();
     let tp = geometry.options().tensor_parallel;
     let (kv_heads, head_dim) = shape.heads().unwrap_or((1, shape.hidden_size / shape.num_attention_heads));
-    let attention = (2 * shape.num_attention_heads + 2 * kv_heads) * head_dim / tp;
-    let wide = 3 * shape.intermediate_size.unwrap_or(4 * shape.hidden_size) / tp;
-    let per_token = 2 * (3 * shape.hidden_size + attention.max(wide));
-    let logits = 4 * 2 * shape.vocab_size.unwrap_or(0) * input.max_running.min(input.max_batch_tokens);
-    let bytes = input.max_batch_tokens.saturating_mul(per_token).saturating_add(logits);
+    (shape.num_attention_heads / tp, (kv_heads / tp).max(1), head_dim)
+}
+
+/// Peak of a forward pass in 16 bits, and 2 % for the allocator's rounding. In a layer: the residual stream and
+/// its normed copy, and either Q, K, V and the attention output or the gate, the up projection and their product.
+/// After the layers: the stream, and float32 logits and probabilities of the sampled rows.
+fn activations(geometry: &KvGeometry, input: &BudgetInput) -> (u64, String) {
+    let shape = geometry.shape();
+    let (heads, kv_heads, head_dim) = heads_on_device(geometry);
+    let attention = (2 * heads + 2 * kv_heads) * head_dim;
+    let width = shape.intermediate_size.unwrap_or(4 * shape.hidden_size) / geometry.options().tensor_parallel;
+    let per_token = 2 * (2 * shape.hidden_size + attention.max(3 * width));
+    let rows = input.max_running.min(input.max_batch_tokens);
+    let logits = (2 * 4 * shape.vocab_size.unwrap_or(0) * rows)
+        .saturating_add(input.max_batch_tokens.saturating_mul(2 * shape.hidden_size));
+    let layer = input.max_batch_tokens.saturating_mul(per_token);
+    let note = if layer >= logits {
+        format!("{} tokens x {per_token} bytes, and 2 %", input.max_batch_tokens)
+    } else {
+        format!("logits of {rows} rows beside {} tokens, and 2 %", input.max_batch_tokens)
+    };
+    let peak = layer.max(logits);
+    (peak.saturating_add(peak / 50), note)
+}
+
+/// Thread blocks that fill the largest device (two a multiprocessor of 160), which bounds how often the split
+/// plan cuts; and rows of the tiles of its kernels (of 4, 16 and 64).
+const SPLIT_BLOCKS: u64 = 320;
+const TILE_ROWS: [u64; 3] = [4, 16, 64];
+
+/// Attention keeps partial results of the tiles that its split plan cuts, and lists of work: once for each kind of
+/// layer. The block tables and the other arrays of a batch are counted here too.
+fn workspace(geometry: &KvGeometry, input: &BudgetInput) -> (u64, String) {
+    let (heads, kv_heads, _) = heads_on_device(geometry);
+    let head_dim = geometry.shape().heads().map_or(512, |(_, dim)| dim);
+    let mut spans: Vec<_> = geometry.groups().iter().map(|group| group.span).collect();
+    spans.sort_unstable();
+    spans.dedup();
+    let partial = 2 * SPLIT_BLOCKS * TILE_ROWS.iter().sum::<u64>() * (head_dim + 1) * 4;
+    let rows = input.max_batch_tokens.saturating_mul(heads / kv_heads);
+    let items: u64 = TILE_ROWS.iter().map(|tile| rows / tile + input.max_running + SPLIT_BLOCKS).sum();
+    let plans = spans.len() as u64 * (partial + 48 * items);
+    let arrays = batch_array_bytes(geometry, input);
     (
-        bytes,
+        plans + arrays,
         format!(
-            "{} tokens x {per_token} bytes, and logits of {} rows",
-            input.max_batch_tokens, input.max_running
+            "{} split plans of {SPLIT_BLOCKS} thread blocks; {arrays} bytes of a batch's arrays",
+            spans.len()
         ),
     )
 }
 
-/// Split-KV attention keeps a float32 partial output, maximum and sum for each split.
-fn workspace(geometry: &KvGeometry, input: &BudgetInput) -> (u64, String) {
-    const SPLITS: u64 = 32;
-    let shape = geometry.shape();
-    let head_dim = shape.heads().map_or(512, |(_, dim)| dim);
-    let heads = shape.num_attention_heads / geometry.options().tensor_parallel;
-    let bytes = (input.max_running * heads * SPLITS).saturating_mul((head_dim + 2) * 4);
-    (
-        bytes,
-        format!(
-            "{} sequences x {heads} heads x {SPLITS} splits x {} bytes",
-            input.max_running,
-            (head_dim + 2) * 4
-        ),
-    )
+/// Bytes of a batch's arrays: ids, positions and sources of its tokens; of each layer group their slots, a start
+/// and a length a sequence, and the block tables, a row a sequence and as wide as the longest request.
+fn batch_array_bytes(geometry: &KvGeometry, input: &BudgetInput) -> u64 {
+    let longest = input.max_model_tokens.or(geometry.shape().max_positions).unwrap_or(131_072);
+    let table = input.max_running.saturating_mul(longest.div_ceil(input.block_size) * 4);
+    let group = table + 8 * input.max_batch_tokens + 8 * (input.max_running + 1);
+    12 * input.max_batch_tokens + geometry.groups().len() as u64 * group
 }
 
 fn communication(geometry: &KvGeometry, input: &BudgetInput) -> (u64, String) {

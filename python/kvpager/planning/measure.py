@@ -1,0 +1,122 @@
+"""Measures on a device what a plan would otherwise estimate."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpager._core import KvGeometry
+from kvpager.errors import KvPagerError, MissingDependencyError
+from kvpager.planning.memory import Memory, open_device
+from kvpager.planning.verify import Limits
+from kvpager.planning.worst_batch import LayerShape, group_batches, run_pass
+
+__all__ = ["Measured", "measure", "require_device"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a device said.
+
+    Attributes:
+        free: bytes free before an engine starts: what others do not use.
+        runtime: bytes of a process with a context, the matrix product and the attention kernels loaded.
+        activations: peak of the largest batch.
+        workspace: what attention allocates besides, and the batch's arrays.
+    """
+
+    free: int
+    runtime: int
+    activations: int
+    workspace: int
+
+
+def require_device() -> Memory:
+    """The device.
+
+    Raises:
+        MissingDependencyError: with the reason, if there is none.
+    """
+    memory, reason = open_device()
+    if memory is None:
+        raise MissingDependencyError(f"--measure needs a CUDA device with CuPy or torch: {reason}")
+    return memory
+
+
+def measure(memory: Memory, geometry: KvGeometry, limits: Limits) -> Measured:
+    """Runs the largest batch over a cache that just holds it, and a process that loads what an engine loads.
+
+    Args:
+        memory: the device.
+        geometry: the model.
+        limits: of the batches.
+
+    Raises:
+        InvalidArgumentError: if the pass does not run such a model.
+    """
+    shape = LayerShape.of(geometry)
+    block_size = limits.block_size
+    blocks = -(-limits.max_batch_tokens // block_size) + limits.max_running
+    num_blocks = blocks * len(geometry.layer_groups)
+    cache = memory.empty((num_blocks, geometry.block_bytes_per_token * block_size), "uint8")
+    widest = max(2 * shape.intermediate, (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim)
+    weights = memory.empty((2 * shape.hidden * widest,), "uint8")
+    batches = group_batches(geometry, np.arange(num_blocks), **limits.batch())
+    peaks = run_pass(
+        memory, shape, geometry, cache=cache, weights=weights, batches=batches, block_size=block_size
+    )
+    del cache, weights
+    memory.close()
+    runtime = _runtime_bytes()
+    free = _free_bytes()
+    return Measured(
+        free=min(memory.total, free + runtime),
+        runtime=runtime,
+        activations=peaks.activations,
+        workspace=peaks.workspace,
+    )
+
+
+def _free_bytes() -> int:
+    """Bytes of the device that are free now."""
+    memory = require_device()
+    free = memory.free
+    memory.close()
+    return free
+
+
+def _runtime_bytes() -> int:
+    """How much less is free while another process holds a context with everything loaded."""
+    before = _free_bytes()
+    command = [sys.executable, "-c", "from kvpager.planning.measure import hold_runtime; hold_runtime()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        ready = child.stdout.readline() if child.stdout is not None else ""
+        after = _free_bytes()
+        child.communicate()
+    if ready.strip() != "ready":
+        raise KvPagerError(f"the process that measures the runtime ended with {child.returncode}")
+    return max(0, before - after)
+
+
+def hold_runtime() -> None:
+    """Loads a context, the matrix product and attention, says so, and waits for its input to end."""
+    from kvpager.attention import paged_attention
+
+    memory = require_device()
+    square = memory.empty((64, 64), "float16")
+    memory.product(square, square, square.copy() if hasattr(square, "copy") else square.clone())
+    cache = memory.empty((1, 16, 1, 64), "float16")
+    paged_attention(
+        memory.empty((1, 1, 64), "float16"),
+        cache,
+        cache,
+        block_tables=memory.copy_in(np.zeros((1, 1), np.int32)),
+        query_start=memory.copy_in(np.array([0, 1], np.int32)),
+        context_lens=memory.copy_in(np.array([1], np.int32)),
+    )
+    memory.close()
+    print("ready", flush=True)
+    sys.stdin.read()

@@ -1,0 +1,233 @@
+"""Memory that a plan is tried on: a device's through CuPy or torch, or the host's through NumPy.
+
+Each kind counts the bytes that are live and the most that were at once, as its allocator sees them: arrays
+and every temporary that a call makes on the way.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tracemalloc
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Memory", "open_device", "open_host"]
+
+
+class Memory(ABC):
+    """An allocator with counters.
+
+    Attributes:
+        name: what the reports call it.
+        on_device: whether device runtime, graphs and kernel workspaces exist there.
+        total: bytes of the memory.
+        free: bytes free when it was opened.
+    """
+
+    name: str
+    on_device: bool
+    total: int
+    free: int
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        """An array `[shape]` whose pages are there."""
+
+    @abstractmethod
+    def copy_in(self, array: npt.NDArray[Any]) -> Any:
+        """The array in this memory."""
+
+    @abstractmethod
+    def view(self, array: Any, dtype: str) -> Any:
+        """The same bytes as another dtype, along the last axis."""
+
+    @abstractmethod
+    def product(self, a: Any, b: Any, out: Any) -> None:
+        """Matrix product into `out`."""
+
+    @abstractmethod
+    def live_bytes(self) -> int:
+        """Bytes that are allocated."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Most bytes that were allocated at once since `reset_peak`."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Starts a new peak at what is allocated."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives everything back."""
+
+
+class _HostMemory(Memory):
+    """The host's memory; NumPy tells its allocations to `tracemalloc`."""
+
+    def __init__(self) -> None:
+        self.name = "host memory, through NumPy"
+        self.on_device = False
+        self.total, self.free = _host_bytes()
+        self._started = not tracemalloc.is_tracing()
+        if self._started:
+            tracemalloc.start(1)
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        array = np.empty(shape, dtype)
+        array.fill(0)
+        return array
+
+    def copy_in(self, array: npt.NDArray[Any]) -> Any:
+        return array
+
+    def view(self, array: Any, dtype: str) -> Any:
+        return array.view(dtype)
+
+    def product(self, a: Any, b: Any, out: Any) -> None:
+        # NumPy has no fast 16-bit product, and this one allocates nothing: writing the result is what counts.
+        del a, b
+        out.fill(0)
+
+    def live_bytes(self) -> int:
+        return tracemalloc.get_traced_memory()[0]
+
+    def peak_bytes(self) -> int:
+        return tracemalloc.get_traced_memory()[1]
+
+    def reset_peak(self) -> None:
+        tracemalloc.reset_peak()
+
+    def close(self) -> None:
+        if self._started:
+            tracemalloc.stop()
+
+
+class _CupyMemory(Memory):
+    """A CUDA device through CuPy, with a memory pool of its own."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy = cupy
+        device = cupy.cuda.Device()
+        properties = cupy.cuda.runtime.getDeviceProperties(device.id)
+        self.name = f"{properties['name'].decode()}, through CuPy"
+        self.on_device = True
+        self.free, self.total = device.mem_info
+        self._hook = _cupy_counter(cupy)
+        self._hook.__enter__()
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        return self._cupy.zeros(shape, dtype)
+
+    def copy_in(self, array: npt.NDArray[Any]) -> Any:
+        return self._cupy.asarray(array)
+
+    def view(self, array: Any, dtype: str) -> Any:
+        return array.view(dtype)
+
+    def product(self, a: Any, b: Any, out: Any) -> None:
+        self._cupy.matmul(a, b, out=out)
+
+    def live_bytes(self) -> int:
+        return int(self._hook.live)
+
+    def peak_bytes(self) -> int:
+        return int(self._hook.peak)
+
+    def reset_peak(self) -> None:
+        self._hook.peak = self._hook.live
+
+    def close(self) -> None:
+        self._hook.__exit__()
+        self._cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _cupy_counter(cupy: Any) -> Any:
+    """A hook that counts what CuPy's pool hands out; its base class exists only where CuPy does."""
+
+    class Counter(cupy.cuda.memory_hook.MemoryHook):  # type: ignore[misc]
+        name = "kvpager plan"
+        live = 0
+        peak = 0
+
+        def malloc_postprocess(self, **event: Any) -> None:
+            self.live += event["mem_size"]
+            self.peak = max(self.peak, self.live)
+
+        def free_preprocess(self, **event: Any) -> None:
+            self.live -= event["mem_size"]
+
+    return Counter()
+
+
+class _TorchMemory(Memory):
+    """A CUDA device through torch's caching allocator."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self.name = f"{torch.cuda.get_device_name()}, through torch"
+        self.on_device = True
+        self.free, self.total = torch.cuda.mem_get_info()
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        return self._torch.zeros(tuple(shape), dtype=getattr(self._torch, dtype), device="cuda")
+
+    def copy_in(self, array: npt.NDArray[Any]) -> Any:
+        return self._torch.from_numpy(array).cuda()
+
+    def view(self, array: Any, dtype: str) -> Any:
+        return array.view(getattr(self._torch, dtype))
+
+    def product(self, a: Any, b: Any, out: Any) -> None:
+        self._torch.matmul(a, b, out=out)
+
+    def live_bytes(self) -> int:
+        return int(self._torch.cuda.memory_allocated())
+
+    def peak_bytes(self) -> int:
+        return int(self._torch.cuda.max_memory_allocated())
+
+    def reset_peak(self) -> None:
+        self._torch.cuda.reset_peak_memory_stats()
+
+    def close(self) -> None:
+        self._torch.cuda.empty_cache()
+
+
+def open_host() -> Memory:
+    """The host's memory."""
+    return _HostMemory()
+
+
+def open_device() -> tuple[Memory | None, str]:
+    """The first CUDA device, through CuPy or torch.
+
+    Returns:
+        The memory, or None and why there is none.
+    """
+    reasons = []
+    for name, kind in (("cupy", _CupyMemory), ("torch", _TorchMemory)):
+        if importlib.util.find_spec(name) is None:
+            reasons.append(f"{name} is not installed")
+            continue
+        try:
+            return kind(), ""
+        except Exception as error:  # Each library has its own errors for "no driver" and "no device".
+            reasons.append(f"{name}: {' '.join(str(error).split())}")
+    return None, "; ".join(reasons)
+
+
+def _host_bytes() -> tuple[int, int]:
+    """Bytes of the host's memory, and of those that are available."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        lines = (line.split() for line in file)
+        sizes = {line[0].rstrip(":"): int(line[1]) << 10 for line in lines if len(line) == 3}
+    return sizes["MemTotal"], sizes["MemAvailable"]

@@ -1,0 +1,181 @@
+"""Tries a plan on real memory: allocates every part, runs the worst batch, and compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvpager._core import BlockPool, Budget, KvGeometry
+from kvpager.errors import InvalidArgumentError, OutOfBlocksError, OverQuotaError
+from kvpager.planning.memory import Memory, open_host
+from kvpager.planning.worst_batch import LayerShape, group_batches, run_pass
+
+__all__ = ["MOST_OVER", "Limits", "verify"]
+
+MOST_OVER = 0.05
+"""A part may be predicted larger than it is by so much, and never smaller."""
+
+NOT_ALLOCATED = ("safety_margin", "not_offered")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The limits of a plan's batches.
+
+    Attributes:
+        block_size: tokens of a block.
+        max_batch_tokens: query tokens of the largest batch.
+        max_running: sequences of the largest batch.
+        max_model_tokens: longest request.
+    """
+
+    block_size: int
+    max_batch_tokens: int
+    max_running: int
+    max_model_tokens: int
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of the longest request."""
+        return -(-self.max_model_tokens // self.block_size)
+
+    def batch(self) -> dict[str, int]:
+        """Arguments of `group_batches`."""
+        names = ("block_size", "max_batch_tokens", "max_running", "table_width")
+        return {name: getattr(self, name) for name in names}
+
+
+def verify(
+    geometry: KvGeometry, budget: Budget, limits: Limits, *, device: Memory | None, runtime: int | None
+) -> dict[str, Any]:
+    """Allocates a plan and runs its worst batch.
+
+    Every block of the pool is full and in a sequence; the batch has as many tokens as the plan allows.
+    Attention runs over all layers; on the host, which has no fast 16-bit product, dense layers only write
+    their results.
+
+    Args:
+        geometry: the model.
+        budget: its plan.
+        limits: the limits that the plan was made for.
+        device: where to allocate it; None: the host's memory. Parts that only a device has are held there as
+            plain bytes.
+        runtime: measured bytes of the device's runtime, which cannot be allocated.
+
+    Returns:
+        `memory`, `batch`, `parts[]` with `part`, `predicted`, `measured`, `over` (share) and `how`, the
+        `refusal` of one block more, and `ok`.
+
+    Raises:
+        InvalidArgumentError: if the memory is too small for the plan, or the pass does not run such a model.
+    """
+    shape = LayerShape.of(geometry)
+    memory = open_host() if device is None else device
+    try:
+        trial = _Trial(geometry, budget, limits, memory, runtime)
+        trial.check_room()
+        refusal = trial.claim_blocks()
+        trial.allocate(shape)
+        parts = trial.parts()
+    finally:
+        if device is None:
+            memory.close()
+    return {
+        "memory": memory.name,
+        "batch": trial.batch,
+        "parts": parts,
+        "refusal": refusal,
+        "ok": all(0 <= part["over"] <= MOST_OVER for part in parts) and bool(refusal),
+    }
+
+
+class _Trial:
+    def __init__(
+        self, geometry: KvGeometry, budget: Budget, limits: Limits, memory: Memory, runtime: int | None
+    ) -> None:
+        self.geometry = geometry
+        self.budget = budget
+        self.limits = limits
+        self.memory = memory
+        self.predicted = {name: size for name, size, _, _ in budget.parts if name not in NOT_ALLOCATED}
+        self.measured: dict[str, int] = {}
+        self.how: dict[str, str] = {}
+        self.kept: list[Any] = []
+        self.batch: dict[str, int] = {}
+        if memory.on_device and runtime is not None:
+            self.measured["runtime"], self.how["runtime"] = runtime, "measured in a process of its own"
+
+    def check_room(self) -> None:
+        """Refuses what this memory cannot hold, before anything is allocated."""
+        needed = sum(self.predicted.values())
+        if needed > self.memory.free:
+            raise InvalidArgumentError(
+                f"--verify would allocate {needed} bytes of {self.memory.name}, {self.memory.free} are free: "
+                "plan for less --device-memory, or verify on the device itself"
+            )
+
+    def claim_blocks(self) -> str:
+        """Takes every block of a pool of the plan's size; the answer to one more."""
+        pool = BlockPool(self.budget.num_blocks)
+        account = pool.add_account()
+        handles = pool.allocate(account, self.budget.num_blocks)
+        self.block_ids = (handles & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        try:
+            pool.allocate(account, 1)
+        except (OutOfBlocksError, OverQuotaError) as error:
+            return str(error)
+        return ""
+
+    def hold(self, name: str, size: int, how: str) -> Any:
+        """Allocates bytes, counted for a part."""
+        before = self.memory.live_bytes()
+        array = self.memory.empty((size,), "uint8")
+        # On the host the rest are Python's objects around the array, which no device has.
+        taken = self.memory.live_bytes() - before if self.memory.on_device else int(array.nbytes)
+        self.measured[name] = self.measured.get(name, 0) + taken
+        self.how[name] = how
+        self.kept.append(array)
+        return array
+
+    def allocate(self, shape: LayerShape) -> None:
+        """Allocates every part and runs the batch beside them."""
+        weights = self.hold("weights", self.predicted["weights"], "allocated")
+        on_host = "a device's only: held as bytes"
+        self.hold("communication", self.predicted["communication"], "allocated")
+        self.hold("graphs", self.predicted["graphs"], "held as bytes" if self.memory.on_device else on_host)
+        if not self.memory.on_device:
+            self.hold("runtime", self.predicted["runtime"], on_host)
+        block_bytes = self.budget.block_bytes
+        cache = self.hold("cache", self.budget.num_blocks * block_bytes, "allocated, every block read")
+        before = self.memory.live_bytes()
+        batches = group_batches(self.geometry, self.block_ids, **self.limits.batch())
+        arrays = self.memory.live_bytes() - before
+        self.batch = {"tokens": batches[0].num_tokens, "sequences": batches[0].num_sequences}
+        if not self.memory.on_device:
+            plans = max(0, self.predicted["workspace"] - self.budget.batch_array_bytes)
+            self.hold("workspace", plans, "batch arrays; split plans are a device's only: held as bytes")
+            self.measured["workspace"] += arrays
+        peaks = run_pass(
+            self.memory,
+            shape,
+            self.geometry,
+            cache=cache.reshape(self.budget.num_blocks, block_bytes),
+            weights=weights if self.memory.on_device else None,
+            batches=batches,
+            block_size=self.limits.block_size,
+        )
+        self.measured["activations"], self.how["activations"] = peaks.activations, "peak of the batch"
+        if self.memory.on_device:
+            self.measured["workspace"], self.how["workspace"] = peaks.workspace, "peak of the batch"
+
+    def parts(self) -> list[dict[str, Any]]:
+        """Predicted against measured; an empty part has nothing to be over."""
+        rows = []
+        for name, predicted in self.predicted.items():
+            measured = self.measured.get(name, 0)
+            over = predicted / measured - 1 if measured else float(predicted > 0)
+            row = {"part": name, "predicted": predicted, "measured": measured, "over": over}
+            rows.append(row | {"how": self.how.get(name, "not allocated")})
+        return rows
