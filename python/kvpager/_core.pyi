@@ -824,6 +824,12 @@ class Tenant:
     @property
     def weight(self) -> float:
         """Share of service among tenants that wait."""
+    @property
+    def num_waiting(self) -> int:
+        """Requests of it that have not been admitted yet."""
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of those requests."""
 
 @final
 class FinishedRequest:
@@ -836,7 +842,7 @@ class FinishedRequest:
     def tenant(self) -> Tenant:
         """Its tenant."""
     @property
-    def reason(self) -> Literal["stop", "length", "aborted", "capacity", "error"]:
+    def reason(self) -> Literal["stop", "length", "aborted", "capacity", "deadline", "drained", "error"]:
         """Why it ended."""
     @property
     def detail(self) -> str | None:
@@ -905,6 +911,11 @@ class SchedulerStats:
     @property
     def swapped_in_blocks(self) -> int:
         """Blocks copied back."""
+    def num_paused(self) -> int:
+        """Requests that are paused, with blocks or without."""
+    @property
+    def num_forced_out(self) -> int:
+        """Times a paused request's blocks were taken for one that needed them."""
 
 @final
 class PhaseTimes:
@@ -1013,9 +1024,9 @@ class Batch:
 class Scheduler:
     """The scheduler of one engine.
 
-    `submit`, `abort` and `stats` may be called from any thread. One engine thread calls `step`, runs the
-    model on the batch, and ends it by `commit` or `abandon`; two threads in these at once is a
-    `WrongStateError`.
+    `submit`, `abort`, `pause`, `resume`, `drain` and `stats` may be called from any thread. One engine thread
+    calls `step`, runs the model on the batch, and ends it by `commit` or `abandon`; two threads in these at
+    once is a `WrongStateError`.
 
     Args:
         pool: where blocks come from.
@@ -1024,7 +1035,9 @@ class Scheduler:
         max_batch_tokens: tokens in a step, at least `max_running`.
         max_running: sequences that run at once.
         max_model_tokens: longest sequence, prompt and output together.
-        max_waiting: requests that may wait at once.
+        max_waiting: requests that may wait at once, of all tenants.
+        max_waiting_tokens: prompt tokens that may wait at once, of all tenants; None for no bound.
+        ageing_steps: steps of waiting that make up for one class of priority; 0 if priorities do not matter.
         max_prefill_chunk: longest prefill chunk of one sequence in a step; None for the whole budget.
         policy: what must be promised before a request runs. `reserve`: prompt and maximum output, so it is
             never preempted; `watermark` and `forecast` overcommit, and take blocks back when they were wrong.
@@ -1057,6 +1070,8 @@ class Scheduler:
         max_running: int = 64,
         max_model_tokens: int = 8192,
         max_waiting: int = 1024,
+        max_waiting_tokens: int | None = None,
+        ageing_steps: int = 1024,
         max_prefill_chunk: int | None = None,
         policy: Literal["reserve", "watermark", "forecast"] = "reserve",
         max_bypass: int = 64,
@@ -1077,6 +1092,8 @@ class Scheduler:
         limit: int | None = None,
         weight: float = 1.0,
         fingerprint: Fingerprint | None = None,
+        max_waiting: int | None = None,
+        max_waiting_tokens: int | None = None,
     ) -> Tenant:
         """Adds a tenant with its quota in blocks and a private namespace.
 
@@ -1086,6 +1103,8 @@ class Scheduler:
             limit: most blocks that it may have committed; None for the pool's.
             weight: share of service among tenants that wait, above 0.
             fingerprint: what must be equal for its KV to be reusable.
+            max_waiting: requests of it that may wait at once; None for no bound of its own.
+            max_waiting_tokens: prompt tokens of it that may wait at once; None for no bound of its own.
 
         Raises:
             InvalidArgumentError: for a taken name, a bad weight, or a quota that the pool cannot give.
@@ -1100,6 +1119,8 @@ class Scheduler:
         stop_token_ids: NDArray[np.integer] | Sequence[int] | None = None,
         priority: int = 0,
         reuse: bool = True,
+        deadline_steps: int | None = None,
+        deadline_seconds: float | None = None,
     ) -> int:
         """Accepts a request and returns its id; it runs in a later step. From any thread.
 
@@ -1109,18 +1130,59 @@ class Scheduler:
             max_tokens: most tokens to sample.
             min_tokens: tokens to sample before a stop id ends it.
             stop_token_ids: ids that end it; the id itself is part of the output.
-            priority: lower runs first, inside the tenant.
+            priority: lower runs first, inside the tenant; `ageing_steps` of waiting make up for one class.
             reuse: whether it looks prefixes up and leaves its own blocks in the index.
+            deadline_steps: steps after its arrival in which it may run; then it ends, reason `deadline`.
+            deadline_seconds: the same in seconds, on the clock of `step`.
 
         Raises:
             InvalidArgumentError: for values out of range or an empty prompt.
-            RefusedError: if it can never fit, or too many wait (`retryable`).
+            RefusedError: if it can never fit, too many wait (`retryable`, with `retry_after_steps`), or the
+                scheduler is being drained.
         """
     def abort(self, request_id: int) -> bool:
         """Ends a request wherever it is; False if it had ended. From any thread.
 
         Raises:
             InvalidArgumentError: for an id that was never issued.
+        """
+    def pause(self, request_id: int) -> bool:
+        """Stops a request from the next `step` on; False if it had ended. From any thread.
+
+        It keeps its place in time, and its blocks until a request that is not paused needs them; what it has
+        computed is computed again then, when it resumes. Its deadline goes on.
+
+        Raises:
+            InvalidArgumentError: for an id that was never issued.
+        """
+    def resume(self, request_id: int) -> bool:
+        """Goes on with a paused request from the next `step` on; False if it had ended. From any thread.
+
+        Raises:
+            InvalidArgumentError: for an id that was never issued.
+        """
+    def drain(self, *, deadline_steps: int | None = None, deadline_seconds: float | None = None) -> None:
+        """Accepts nothing any more. From any thread.
+
+        What was accepted goes on, and ends with reason `drained` when the deadline passes. A second call
+        replaces the deadline. Everything has ended when `has_work()` is False and nothing is paused.
+
+        Raises:
+            InvalidArgumentError: for 0 steps, or seconds that are not above 0.
+        """
+    def reset_cache(self, *, requeue_running: bool = False) -> tuple[int, int]:
+        """Empties the cache of what is not held.
+
+        Args:
+            requeue_running: running and paused requests give their blocks back first and go to their places
+                in the queue, so that nothing is left.
+
+        Returns:
+            (blocks evicted, requests that went back to the queue).
+
+        Raises:
+            WrongStateError: while a step is open, or a request has blocks and is not to be requeued. Nothing
+                has changed then.
         """
     def step(self, *, pad_to: int = 0, now: float | None = None) -> Batch:
         """Plans a step.
@@ -1161,7 +1223,7 @@ class Scheduler:
             WrongStateError: if the step is not open or another thread is in the scheduler.
         """
     def has_work(self) -> bool:
-        """Whether anything waits or runs, or an end has not been reported yet."""
+        """Whether a step would do anything: something waits or runs and is not paused, or has ended."""
     def begin_phases(self, *, max_spans: int = 0) -> None:
         """Records from now on how long each phase of a step takes; an earlier recording is forgotten.
 

@@ -88,11 +88,13 @@ class RefusedError(KvPagerError):
 
     Attributes:
         retryable: whether the same request may be accepted later.
+        retry_after_steps: if so, an estimate of when, in steps, from the asking tenant's own state.
     """
 
-    def __init__(self, text: str, retryable: bool = False) -> None:
+    def __init__(self, text: str, retryable: bool = False, retry_after_steps: int | None = None) -> None:
         super().__init__(text)
         self.retryable = retryable
+        self.retry_after_steps = retry_after_steps
 
 
 class WrongStateError(KvPagerError, RuntimeError):

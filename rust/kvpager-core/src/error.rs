@@ -86,6 +86,8 @@ pub enum Error {
         reason: String,
         /// Whether the same request may be accepted later.
         retryable: bool,
+        /// If so, when: an estimate in steps, from the asking tenant's own state.
+        retry_after_steps: Option<u64>,
     },
     /// The call is not allowed now: another thread is in the scheduler, a step is open, the id is unknown.
     #[error("{0}")]
@@ -96,5 +98,10 @@ impl Error {
     /// An [`Error::InvalidArgument`] from anything that prints.
     pub fn invalid(text: impl Into<String>) -> Self {
         Self::InvalidArgument(text.into())
+    }
+
+    /// An [`Error::Refused`] that no waiting helps.
+    pub fn refused(reason: impl Into<String>) -> Self {
+        Self::Refused { reason: reason.into(), retryable: false, retry_after_steps: None }
     }
 }

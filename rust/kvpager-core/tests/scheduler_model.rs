@@ -16,6 +16,8 @@ enum Operation {
     Turn,
     Abandon { fail: bool },
     Abort(prop::sample::Index),
+    Pause(prop::sample::Index),
+    Resume(prop::sample::Index),
     Evict(u32),
 }
 
@@ -35,6 +37,8 @@ fn operation() -> impl Strategy<Value = Operation> {
         6 => Just(Operation::Turn),
         1 => any::<bool>().prop_map(|fail| Operation::Abandon { fail }),
         1 => any::<prop::sample::Index>().prop_map(Operation::Abort),
+        1 => any::<prop::sample::Index>().prop_map(Operation::Pause),
+        1 => any::<prop::sample::Index>().prop_map(Operation::Resume),
         1 => (1..4u32).prop_map(Operation::Evict),
     ]
 }
@@ -115,7 +119,13 @@ proptest! {
                         aborted.push(id);
                     }
                 }
-                Operation::Abort(_) => {}
+                Operation::Pause(which) if !accepted.is_empty() => {
+                    engine.scheduler.pause(accepted[which.index(accepted.len())].0).unwrap();
+                }
+                Operation::Resume(which) if !accepted.is_empty() => {
+                    engine.scheduler.resume(accepted[which.index(accepted.len())].0).unwrap();
+                }
+                Operation::Abort(_) | Operation::Pause(_) | Operation::Resume(_) => {}
                 Operation::Evict(num_blocks) => {
                     if let Some(index) = &engine.index {
                         index.evict(num_blocks);
@@ -123,6 +133,9 @@ proptest! {
                     }
                 }
             }
+        }
+        for (id, ..) in &accepted {
+            engine.scheduler.resume(*id).unwrap();
         }
         engine.finish(2000);
         engine.check_idle();

@@ -39,7 +39,9 @@ pub(crate) fn to_py(error: Error) -> PyErr {
         }
         Error::InvalidHandle { .. } => classes::InvalidHandleError::new_err(text),
         Error::InvalidArgument(_) => classes::InvalidArgumentError::new_err(text),
-        Error::Refused { retryable, .. } => classes::RefusedError::new_err((text, retryable)),
+        Error::Refused { retryable, retry_after_steps, .. } => {
+            classes::RefusedError::new_err((text, retryable, retry_after_steps))
+        }
         Error::WrongState(_) => classes::WrongStateError::new_err(text),
     }
 }

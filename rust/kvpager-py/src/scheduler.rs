@@ -7,8 +7,8 @@ use crate::error::{IntoPyResult, invalid};
 use crate::phases::PyPhaseTimes;
 use crate::prefix_index::{PyFingerprint, PyPrefixIndex};
 use kvpager_core::scheduler::{
-    AdmissionPolicy, CommitOutcome, FinishedRequest, HostTierConfig, Overflow, Request, Scheduler,
-    SchedulerConfig, SchedulerStats, Tenant, TenantConfig, ZeroBlocks,
+    AdmissionPolicy, CommitOutcome, Deadline, FinishedRequest, HostTierConfig, Overflow, QueueLimits,
+    Request, Scheduler, SchedulerConfig, SchedulerStats, Tenant, TenantConfig, ZeroBlocks,
 };
 use kvpager_core::{SequenceId, StepId};
 use pyo3::prelude::*;
@@ -33,6 +33,16 @@ impl PyTenant {
     #[getter]
     fn weight(&self) -> f64 {
         self.0.weight
+    }
+
+    #[getter]
+    fn num_waiting(&self) -> u32 {
+        self.0.num_waiting()
+    }
+
+    #[getter]
+    fn num_waiting_tokens(&self) -> u64 {
+        self.0.num_waiting_tokens()
     }
 
     fn __repr__(&self) -> String {
@@ -180,6 +190,16 @@ impl PySchedulerStats {
         self.0.swapped_in_blocks
     }
 
+    #[getter]
+    fn num_paused(&self) -> u64 {
+        self.0.num_paused
+    }
+
+    #[getter]
+    fn num_forced_out(&self) -> u64 {
+        self.0.num_forced_out
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "SchedulerStats(num_running={}, num_waiting={}, steps={})",
@@ -196,7 +216,8 @@ pub(crate) struct PyScheduler(pub(crate) Arc<Scheduler>);
 impl PyScheduler {
     #[new]
     #[pyo3(signature = (pool, index=None, *, block_size=16, max_batch_tokens=512, max_running=64,
-        max_model_tokens=8192, max_waiting=1024, max_prefill_chunk=None, policy="reserve",
+        max_model_tokens=8192, max_waiting=1024, max_waiting_tokens=None, ageing_steps=1024,
+        max_prefill_chunk=None, policy="reserve",
         max_bypass=64, max_bypass_steps=4096, zero_blocks="on_tenant_change", overflow="auto", host_blocks=0,
         kv_bytes_per_block=2_097_152, link_bytes_per_second=25e9, prefill_tokens_per_second=25e3,
         max_token_gap=1.0))]
@@ -209,6 +230,8 @@ impl PyScheduler {
         max_running: u32,
         max_model_tokens: u32,
         max_waiting: u32,
+        max_waiting_tokens: Option<u64>,
+        ageing_steps: u32,
         max_prefill_chunk: Option<u32>,
         policy: &str,
         max_bypass: u32,
@@ -229,7 +252,8 @@ impl PyScheduler {
             max_batch_tokens,
             max_running,
             max_model_tokens,
-            max_waiting,
+            queue: queue_limits(Some(max_waiting), max_waiting_tokens),
+            ageing_steps,
             max_prefill_chunk: max_prefill_chunk.unwrap_or(0),
             max_bypass,
             max_bypass_steps,
@@ -248,7 +272,9 @@ impl PyScheduler {
         Ok(Self(Arc::new(Scheduler::new(Arc::clone(&pool.inner), index, config).py()?)))
     }
 
-    #[pyo3(signature = (name, *, guaranteed=0, limit=None, weight=1.0, fingerprint=None))]
+    #[pyo3(signature = (name, *, guaranteed=0, limit=None, weight=1.0, fingerprint=None,
+        max_waiting=None, max_waiting_tokens=None))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn add_tenant(
         &self,
         name: &str,
@@ -256,6 +282,8 @@ impl PyScheduler {
         limit: Option<u32>,
         weight: f64,
         fingerprint: Option<&PyFingerprint>,
+        max_waiting: Option<u32>,
+        max_waiting_tokens: Option<u64>,
     ) -> PyResult<PyTenant> {
         let config = TenantConfig {
             name: name.to_owned(),
@@ -263,12 +291,13 @@ impl PyScheduler {
             limit_blocks: limit.unwrap_or_else(|| self.0.num_blocks()),
             weight,
             fingerprint: fingerprint.map(|fingerprint| fingerprint.inner.clone()).unwrap_or_default(),
+            queue: queue_limits(max_waiting, max_waiting_tokens),
         };
         Ok(PyTenant(self.0.add_tenant(&config).py()?))
     }
 
     #[pyo3(signature = (tenant, prompt_ids, *, max_tokens=64, min_tokens=0, stop_token_ids=None, priority=0,
-        reuse=true))]
+        reuse=true, deadline_steps=None, deadline_seconds=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn submit(
         &self,
@@ -279,6 +308,8 @@ impl PyScheduler {
         stop_token_ids: Option<&Bound<'_, PyAny>>,
         priority: i32,
         reuse: bool,
+        deadline_steps: Option<u64>,
+        deadline_seconds: Option<f64>,
     ) -> PyResult<u64> {
         let stop_token_ids = match stop_token_ids {
             Some(ids) => read_ints(ids, "stop_token_ids")?,
@@ -292,12 +323,32 @@ impl PyScheduler {
             stop_token_ids,
             priority,
             reuse,
+            deadline: Deadline { steps: deadline_steps, seconds: deadline_seconds },
         };
         Ok(self.0.submit(request).py()?.0)
     }
 
     fn abort(&self, request_id: u64) -> PyResult<bool> {
         self.0.abort(SequenceId(request_id)).py()
+    }
+
+    fn pause(&self, request_id: u64) -> PyResult<bool> {
+        self.0.pause(SequenceId(request_id)).py()
+    }
+
+    fn resume(&self, request_id: u64) -> PyResult<bool> {
+        self.0.resume(SequenceId(request_id)).py()
+    }
+
+    #[pyo3(signature = (*, deadline_steps=None, deadline_seconds=None))]
+    fn drain(&self, deadline_steps: Option<u64>, deadline_seconds: Option<f64>) -> PyResult<()> {
+        self.0.drain(Deadline { steps: deadline_steps, seconds: deadline_seconds }).py()
+    }
+
+    #[pyo3(signature = (*, requeue_running=false))]
+    fn reset_cache(&self, py: Python<'_>, requeue_running: bool) -> PyResult<(u32, u32)> {
+        let reset = py.detach(|| self.0.reset_cache(requeue_running)).py()?;
+        Ok((reset.num_evicted, reset.num_requeued))
     }
 
     #[pyo3(signature = (*, pad_to=0, now=None))]
@@ -355,6 +406,13 @@ impl PyScheduler {
     #[getter]
     fn block_size(&self) -> u32 {
         self.0.config().block_size
+    }
+}
+
+fn queue_limits(max_requests: Option<u32>, max_tokens: Option<u64>) -> QueueLimits {
+    QueueLimits {
+        max_requests: max_requests.unwrap_or(QueueLimits::NONE.max_requests),
+        max_tokens: max_tokens.unwrap_or(QueueLimits::NONE.max_tokens),
     }
 }
 

@@ -11,7 +11,8 @@ use super::waiting::Waiting;
 use crate::block_pool::{BlockPool, PoolConfig};
 use crate::prefix_index::{Fingerprint, IndexConfig, PrefixIndex};
 use crate::scheduler::{
-    BatchArrays, FinishedRequest, Request, Scheduler, SchedulerConfig, Tenant, TenantConfig, ZeroBlocks,
+    BatchArrays, FinishedRequest, QueueLimits, Request, Scheduler, SchedulerConfig, Tenant, TenantConfig,
+    ZeroBlocks,
 };
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -75,6 +76,7 @@ impl Replay {
                 limit_blocks: config.num_blocks,
                 weight: 1.0,
                 fingerprint: Fingerprint::default(),
+                queue: QueueLimits::NONE,
             })
         };
         let tenants = config.tenants.iter().map(tenant).collect::<Result<Vec<_>>>()?;
@@ -185,14 +187,11 @@ impl Replay {
         let mut prompt = Vec::with_capacity(longest);
         let hash_block = self.config.hash_block;
         tokens::prompt(pending.prompt_tokens, hash_block, &pending.hash_ids, pending.number, &mut prompt);
+        let tenant = Arc::clone(&self.tenants[pending.tenant as usize]);
         let request = Request {
-            tenant: Arc::clone(&self.tenants[pending.tenant as usize]),
-            prompt,
-            max_tokens: active.max_tokens,
-            min_tokens: 0,
             stop_token_ids: vec![END_TOKEN],
-            priority: 0,
             reuse: self.config.reuse,
+            ..Request::new(tenant, prompt, active.max_tokens)
         };
         match self.scheduler.submit(request) {
             Ok(id) => {
@@ -294,7 +293,7 @@ fn scheduler_config(config: &ReplayConfig, max_waiting: u32) -> SchedulerConfig 
         max_batch_tokens: config.max_batch_tokens,
         max_running: config.max_running,
         max_model_tokens: config.max_model_tokens,
-        max_waiting,
+        queue: QueueLimits { max_requests: max_waiting, ..QueueLimits::NONE },
         max_prefill_chunk: config.max_prefill_chunk,
         policy: config.policy,
         zero_blocks: ZeroBlocks::Never,
@@ -302,5 +301,6 @@ fn scheduler_config(config: &ReplayConfig, max_waiting: u32) -> SchedulerConfig 
         max_bypass_steps: config.max_bypass_steps,
         overflow: config.overflow,
         host_tier: config.host_tier,
+        ..SchedulerConfig::default()
     }
 }

@@ -2,6 +2,7 @@
 
 use super::core::Core;
 use super::inbox::Inbox;
+use super::limits::note_admission;
 use super::phases::Phase;
 use super::policy::{AdmissionRequest, AdmissionRoom};
 use super::queue::Place;
@@ -17,6 +18,7 @@ impl Core {
     /// Admits until the budget, the running places or the room are used up.
     pub(super) fn admit(&mut self, inbox: &Inbox, budget: &mut u32) -> Result<()> {
         let mut growth = None;
+        self.free_paused_row()?;
         while self.has_place(*budget) {
             let Some(tenant) = self.queue.next_tenant() else { break };
             let Some(head) = self.queue.head(tenant) else { break };
@@ -37,17 +39,13 @@ impl Core {
             return Ok(false);
         }
         if let Some(waiting) = self.queue.remove(head.1) {
-            if waiting.progress.queue_steps.is_none() {
-                inbox.leave_place();
-            }
-            inbox.end_id(waiting.id);
-            self.ended.push(waiting.account(FinishReason::Capacity, self.last_step.0));
+            self.end_waiting(waiting, FinishReason::Capacity, inbox);
         }
         Ok(true)
     }
 
     fn has_place(&self, budget: u32) -> bool {
-        budget > 0 && self.running.len() + self.parked.len() < self.config.max_running as usize
+        budget > 0 && self.num_rows_left() > 0
     }
 
     /// Lets small requests pass a head that does not fit, as many and for as long as the limits say; after
@@ -87,8 +85,7 @@ impl Core {
         Ok(())
     }
 
-    /// Admits one request if what it needs can be promised to it, and plans its first chunk. Otherwise it
-    /// keeps nothing.
+    /// Admits one request if what it needs is there, or comes from those who must yield to it.
     fn try_admit(
         &mut self,
         tenant: usize,
@@ -97,7 +94,29 @@ impl Core {
         budget: &mut u32,
         growth: &mut Option<f64>,
     ) -> Result<bool> {
-        let Some(waiting) = self.queue.get(tenant, place) else { return Ok(false) };
+        loop {
+            match self.try_promise(tenant, place, inbox, budget, growth)? {
+                Ok(()) => return Ok(true),
+                Err(short) => {
+                    if !self.yield_room(tenant, &short)? {
+                        return Ok(false);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Admits one request if what it needs can be promised to it, and plans its first chunk. Otherwise it
+    /// keeps nothing; the error says what is short.
+    fn try_promise(
+        &mut self,
+        tenant: usize,
+        place: Place,
+        inbox: &Inbox,
+        budget: &mut u32,
+        growth: &mut Option<f64>,
+    ) -> Result<std::result::Result<(), Error>> {
+        let Some(waiting) = self.queue.get(tenant, place) else { return Ok(Err(nothing_there())) };
         let request = &waiting.request;
         self.scratch.clear();
         let mut pin: Option<Pin> = None;
@@ -107,7 +126,7 @@ impl Core {
             self.phases.lap(Phase::LookUp);
             match found {
                 Ok(found) => pin = Some(found),
-                Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. }) => return Ok(false),
+                Err(short @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. })) => return Ok(Err(short)),
                 Err(error) => return Err(error),
             }
         }
@@ -129,25 +148,26 @@ impl Core {
             };
             let leave = self.config.policy.blocks_to_leave(&self.config, room);
             if u64::from(need) + leave + self.held_back() > room.uncommitted_blocks {
-                return Ok(false);
+                return Ok(Err(Error::OutOfBlocks {
+                    needed: u64::from(need) + leave,
+                    available: room.uncommitted_blocks,
+                    capacity: room.capacity_blocks,
+                }));
             }
         }
         let reservation = match self.pool.reserve(request.tenant.account, need) {
             Ok(reservation) => reservation,
-            Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. }) => return Ok(false),
+            Err(short @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. })) => return Ok(Err(short)),
             Err(error) => return Err(error),
         };
-        let Some(row) = self.tables.take_row() else { return Ok(false) };
-        let Some(waiting) = self.queue.pop(tenant, place) else { return Ok(false) };
-        if waiting.progress.queue_steps.is_none() {
-            inbox.leave_place();
-        }
+        let Some(row) = self.tables.take_row() else { return Ok(Err(nothing_there())) };
+        let Some(waiting) = self.queue.pop(tenant, place) else { return Ok(Err(nothing_there())) };
+        note_admission(&waiting, &inbox.places, self.last_step.0);
         *growth = growth.map(|running| running + own_growth);
         let sequence = self.start(waiting, pin, reservation, row);
-        let position = self.running.partition_point(|other| other.id < sequence.id);
-        self.running.insert(position, sequence);
+        let position = self.insert_running(sequence);
         self.plan_chunk(position, budget)?;
-        Ok(true)
+        Ok(Ok(()))
     }
 
     /// A sequence whose first blocks are the matched ones in `scratch`.
@@ -165,7 +185,7 @@ impl Core {
         }
         let progress = &mut waiting.progress;
         if progress.queue_steps.is_none() {
-            progress.queue_steps = Some(self.last_step.0 - progress.arrival_step - 1);
+            progress.queue_steps = Some(progress.waited(self.last_step.0 - 1));
             progress.cached_tokens = matched_tokens;
         }
         self.recomputed_tokens +=
@@ -220,4 +240,9 @@ impl Core {
         };
         self.running.iter().chain(&self.parked).map(of).sum()
     }
+}
+
+/// The request or the row that was looked for is not there; no room helps.
+fn nothing_there() -> Error {
+    Error::WrongState("no such request, or no free row".to_owned())
 }

@@ -28,7 +28,7 @@ impl Core {
     ) -> Result<CommitOutcome> {
         self.phases.start();
         self.check_commit(self.open_step(step_id)?, token_start, tokens)?;
-        self.drain_inbox(inbox);
+        self.drain_inbox(inbox)?;
         let planned = self.close_step()?;
         let mut outcome = CommitOutcome::default();
         let block_size = self.config.block_size;
@@ -75,7 +75,7 @@ impl Core {
         fail: bool,
     ) -> Result<CommitOutcome> {
         self.open_step(step_id)?;
-        self.drain_inbox(inbox);
+        self.drain_inbox(inbox)?;
         let planned = self.close_step()?;
         for &position in &planned {
             let sequence = &mut self.running[position as usize];

@@ -1,6 +1,7 @@
 //! What a scheduler is made with, checked once.
 
 use super::host_tier::{HostTierConfig, Overflow};
+use super::limits::QueueLimits;
 use super::policy::AdmissionPolicy;
 use crate::{Error, Result};
 
@@ -43,8 +44,10 @@ pub struct SchedulerConfig {
     pub max_running: u32,
     /// Longest sequence, prompt and output together.
     pub max_model_tokens: u32,
-    /// Requests that may wait at once.
-    pub max_waiting: u32,
+    /// What may wait at once, of all tenants together.
+    pub queue: QueueLimits,
+    /// Steps of waiting that make up for one class of priority inside a tenant; 0 if priorities do not matter.
+    pub ageing_steps: u32,
     /// Longest prefill chunk of one sequence in a step; 0 for the whole budget.
     pub max_prefill_chunk: u32,
     /// What a request must have promised before it runs.
@@ -59,6 +62,26 @@ pub struct SchedulerConfig {
     pub overflow: Overflow,
     /// Where swapped blocks go.
     pub host_tier: HostTierConfig,
+}
+
+impl Default for SchedulerConfig {
+    fn default() -> Self {
+        Self {
+            block_size: 16,
+            max_batch_tokens: 512,
+            max_running: 64,
+            max_model_tokens: 8192,
+            queue: QueueLimits { max_requests: 1024, max_tokens: u64::MAX },
+            ageing_steps: 1024,
+            max_prefill_chunk: 0,
+            policy: AdmissionPolicy::Reserve,
+            max_bypass: 64,
+            max_bypass_steps: 4096,
+            zero_blocks: ZeroBlocks::OnTenantChange,
+            overflow: Overflow::Auto,
+            host_tier: HostTierConfig::default(),
+        }
+    }
 }
 
 impl SchedulerConfig {
@@ -90,7 +113,6 @@ impl SchedulerConfig {
         at_least_one("max_batch_tokens", self.max_batch_tokens);
         at_least_one("max_running", self.max_running);
         at_least_one("max_model_tokens", self.max_model_tokens);
-        at_least_one("max_waiting", self.max_waiting);
         if self.max_batch_tokens < self.max_running {
             problems.push(format!(
                 "max_batch_tokens is {}, less than max_running {}: each running sequence decodes one token a step",
@@ -105,6 +127,7 @@ impl SchedulerConfig {
                 i32::MAX / 2
             ));
         }
+        problems.extend(self.queue.problem());
         problems.extend(self.policy.problem());
         problems.extend(self.host_tier.problems());
         if self.overflow == Overflow::Swap && self.host_tier.num_blocks == 0 {

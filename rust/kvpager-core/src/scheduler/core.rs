@@ -2,13 +2,15 @@
 
 use super::batch::BatchMemory;
 use super::config::{SchedulerConfig, ZeroBlocks};
+use super::deadlines::{Deadlines, Moment};
 use super::host_tier::HostTier;
-use super::inbox::{Inbox, Message};
+use super::inbox::Inbox;
+use super::pause::{Halted, PausedRequest};
 use super::phases::Phases;
 use super::policy::OutputLengths;
 use super::queue::Place;
 use super::queue::Queue;
-use super::request::{FinishReason, FinishedRequest};
+use super::request::{Deadline, FinishReason, FinishedRequest};
 use super::rotation::Rotation;
 use super::sequence::Sequence;
 use super::swap::Swaps;
@@ -17,6 +19,7 @@ use crate::block_tables::BlockTables;
 use crate::ids::{AccountId, BlockHandle, SequenceId, StepId};
 use crate::prefix_index::PrefixIndex;
 use crate::{Error, Result};
+use hashbrown::HashMap;
 use std::sync::Arc;
 
 /// Owner of a block that was never handed out.
@@ -59,6 +62,13 @@ pub(super) struct Core {
     pub(super) moved: Vec<SequenceId>,
     /// Requests that ended while a step was planned, for the inbox to forget.
     pub(super) refused: Vec<SequenceId>,
+    /// Running sequences that are to be halted.
+    pub(super) pausing: Vec<SequenceId>,
+    pub(super) halted: Vec<Halted>,
+    pub(super) paused: HashMap<SequenceId, PausedRequest, foldhash::fast::RandomState>,
+    pub(super) deadlines: Deadlines,
+    /// Deadline of `drain`, and when it was asked for.
+    pub(super) draining: Option<(Deadline, Moment)>,
     pub(super) open: Option<OpenStep>,
     pub(super) last_step: StepId,
     /// Seconds on the caller's clock at the last step's planning.
@@ -82,6 +92,8 @@ pub(super) struct Core {
     pub(super) recomputed_tokens: u64,
     pub(super) dropped_tokens: u64,
     pub(super) num_preemptions: u64,
+    /// Times that a paused request's blocks were taken.
+    pub(super) num_forced_out: u64,
 }
 
 impl Core {
@@ -96,7 +108,7 @@ impl Core {
             last_owner: vec![NO_OWNER; pool.num_blocks() as usize],
             index,
             memory: BatchMemory::default(),
-            queue: Queue::default(),
+            queue: Queue::new(config.ageing_steps),
             running: Vec::with_capacity(config.max_running as usize),
             parked: Vec::new(),
             host: HostTier::new(config.host_tier, &pool)?,
@@ -107,6 +119,11 @@ impl Core {
             owed: 0,
             moved: Vec::new(),
             refused: Vec::new(),
+            pausing: Vec::new(),
+            halted: Vec::new(),
+            paused: HashMap::default(),
+            deadlines: Deadlines::default(),
+            draining: None,
             open: None,
             last_step: StepId(0),
             now: f64::NEG_INFINITY,
@@ -122,35 +139,26 @@ impl Core {
             dropped_tokens: 0,
             num_preemptions: 0,
             pool,
+            num_forced_out: 0,
             config,
         })
     }
 
-    /// Takes in what other threads asked for since the last call.
-    pub(super) fn drain_inbox(&mut self, inbox: &Inbox) {
-        while let Some(message) = inbox.pop() {
-            match message {
-                Message::Submit(mut waiting) => {
-                    waiting.progress.arrival_step = self.last_step.0;
-                    self.queue.push(*waiting);
-                }
-                Message::Abort(id) => self.note_abort(id, inbox),
-            }
-        }
+    /// Now, as the scheduler counts.
+    pub(super) const fn moment(&self) -> Moment {
+        Moment { step: self.last_step.0, seconds: self.now }
     }
 
-    /// A waiting request ends here; a running one when no open step may touch its blocks.
-    fn note_abort(&mut self, id: SequenceId, inbox: &Inbox) {
-        if let Some(waiting) = self.queue.remove(id) {
-            if waiting.progress.queue_steps.is_none() {
-                inbox.leave_place();
-            }
-            self.ended.push(waiting.account(FinishReason::Aborted, self.last_step.0));
-        } else if let Ok(position) = self.running.binary_search_by_key(&id, |sequence| sequence.id) {
-            self.running[position].ending = Some(FinishReason::Aborted);
-        } else if let Ok(position) = self.parked.binary_search_by_key(&id, |sequence| sequence.id) {
-            self.parked[position].ending = Some(FinishReason::Aborted);
-        }
+    /// Where a running sequence stands.
+    pub(super) fn position(&self, id: SequenceId) -> Option<usize> {
+        self.running.binary_search_by_key(&id, |sequence| sequence.id).ok()
+    }
+
+    /// Puts a sequence to its place among the running ones; returns where that is.
+    pub(super) fn insert_running(&mut self, sequence: Sequence) -> usize {
+        let position = self.running.partition_point(|other| other.id < sequence.id);
+        self.running.insert(position, sequence);
+        position
     }
 
     /// Removes every sequence that has ended. No step may be open.
@@ -169,12 +177,7 @@ impl Core {
             };
             // `remove`, not `swap_remove`: age is the order of service.
             let mut sequence = self.running.remove(position);
-            inbox.end_id(sequence.id);
-            if matches!(reason, FinishReason::Stop | FinishReason::Length) {
-                self.lengths.learn(sequence.num_outputs());
-            }
-            finished.push(sequence.account(reason, detail.cloned()));
-            self.release_device(&mut sequence, false)?;
+            finished.push(self.end_running(&mut sequence, reason, detail, inbox)?);
         }
         self.remove_ended_parked(inbox, finished, detail)
     }
@@ -189,15 +192,32 @@ impl Core {
         while let Some(position) = self.parked.iter().position(|sequence| ended(sequence).is_some()) {
             let mut sequence = self.parked.remove(position);
             let Some(reason) = sequence.ending else { break };
-            inbox.end_id(sequence.id);
-            self.called = self.called.filter(|&called| called != sequence.id);
-            finished.push(sequence.account(reason, detail.cloned()));
-            if let (Some(host), Some(parked)) = (&self.host, sequence.parked.take()) {
-                host.release(&parked.blocks)?;
-            }
-            self.release_device(&mut sequence, true)?;
+            finished.push(self.end_running(&mut sequence, reason, detail, inbox)?);
         }
         Ok(())
+    }
+
+    /// Ends a sequence that has been taken out of where it ran; returns its account.
+    pub(super) fn end_running(
+        &mut self,
+        sequence: &mut Sequence,
+        reason: FinishReason,
+        detail: Option<&Arc<str>>,
+        inbox: &Inbox,
+    ) -> Result<FinishedRequest> {
+        inbox.end_id(sequence.id);
+        if matches!(reason, FinishReason::Stop | FinishReason::Length) {
+            self.lengths.learn(sequence.num_outputs());
+        }
+        self.deadlines.remove(sequence.id, sequence.request.deadline, sequence.progress.arrival());
+        self.called = self.called.filter(|&called| called != sequence.id);
+        let account = sequence.account(reason, detail.cloned());
+        let was_parked = sequence.parked.is_some();
+        if let (Some(host), Some(parked)) = (&self.host, sequence.parked.take()) {
+            host.release(&parked.blocks)?;
+        }
+        self.release_device(sequence, was_parked)?;
+        Ok(account)
     }
 
     /// Gives back all that a sequence has on the device but the reservation, which goes when it is dropped. Its

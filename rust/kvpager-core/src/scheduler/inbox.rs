@@ -1,8 +1,9 @@
 //! The way in from any thread: a lock-free queue, its bound, and the set of ids that have not ended.
 
-use super::request::WaitingRequest;
+use super::limits::{Places, QueueLimits};
+use super::request::{Deadline, FinishReason, WaitingRequest};
 use crate::ids::SequenceId;
-use crate::sync::{AtomicU32, AtomicU64, Ordering};
+use crate::sync::{AtomicBool, AtomicU64, Ordering};
 use crossbeam_queue::SegQueue;
 use hashbrown::HashSet;
 use std::sync::{Mutex, PoisonError};
@@ -14,7 +15,10 @@ const NUM_SHARDS: usize = 16;
 #[derive(Debug)]
 pub(super) enum Message {
     Submit(Box<WaitingRequest>),
-    Abort(SequenceId),
+    End(SequenceId, FinishReason),
+    Pause(SequenceId),
+    Resume(SequenceId),
+    Drain(Deadline),
 }
 
 /// Messages on their way to the engine thread.
@@ -22,37 +26,32 @@ pub(super) enum Message {
 pub(super) struct Inbox {
     messages: SegQueue<Message>,
     next_id: AtomicU64,
-    num_waiting: AtomicU32,
+    /// What waits, of all tenants.
+    pub(super) places: Places,
+    /// No request is accepted any more.
+    is_draining: AtomicBool,
     live: [Mutex<HashSet<u64, foldhash::fast::RandomState>>; NUM_SHARDS],
 }
 
 impl Inbox {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(limits: QueueLimits) -> Self {
         Self {
             messages: SegQueue::new(),
             next_id: AtomicU64::new(1),
-            num_waiting: AtomicU32::new(0),
+            places: Places::new(limits),
+            is_draining: AtomicBool::new(false),
             live: std::array::from_fn(|_| Mutex::new(HashSet::default())),
         }
     }
 
-    /// Takes one of `limit` waiting places; `Err` has the number that wait.
-    pub(super) fn take_place(&self, limit: u32) -> Result<(), u32> {
-        // Relaxed: the counter guards no other memory.
-        self.num_waiting
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |waiting| {
-                (waiting < limit).then_some(waiting + 1)
-            })
-            .map(|_| ())
+    /// Accepts nothing from now on.
+    pub(super) fn close(&self) {
+        // Relaxed: a submit that runs beside it may be before or after it.
+        self.is_draining.store(true, Ordering::Relaxed);
     }
 
-    /// Gives a waiting place back: the request was admitted or has ended.
-    pub(super) fn leave_place(&self) {
-        self.num_waiting.fetch_sub(1, Ordering::Relaxed);
-    }
-
-    pub(super) fn num_waiting(&self) -> u32 {
-        self.num_waiting.load(Ordering::Relaxed)
+    pub(super) fn is_draining(&self) -> bool {
+        self.is_draining.load(Ordering::Relaxed)
     }
 
     /// A new id, live from now on.
@@ -65,6 +64,11 @@ impl Inbox {
     /// Whether the id was ever issued.
     pub(super) fn was_issued(&self, id: SequenceId) -> bool {
         id.0 != 0 && id.0 < self.next_id.load(Ordering::Relaxed)
+    }
+
+    /// Whether the id was issued and has not ended.
+    pub(super) fn is_live(&self, id: SequenceId) -> bool {
+        self.shard(id.0, |live| live.contains(&id.0))
     }
 
     /// Ends an id; false if it had ended before.

@@ -12,8 +12,12 @@ mod batch;
 mod commit;
 mod config;
 mod core;
+mod deadlines;
 mod host_tier;
 mod inbox;
+mod lifecycle;
+mod limits;
+mod pause;
 mod phases;
 mod plan;
 mod policy;
@@ -29,13 +33,16 @@ pub use batch::{Batch, BatchArrays, NO_SLOT, PADDING_SEQUENCE};
 pub use commit::CommitOutcome;
 pub use config::{SchedulerConfig, ZeroBlocks};
 pub use host_tier::{HostTierConfig, Overflow};
+pub use lifecycle::CacheReset;
+pub use limits::QueueLimits;
 pub use phases::{Phase, PhaseSpan, PhaseTimes};
 pub use policy::{AdmissionPolicy, AdmissionRequest, AdmissionRoom, ForecastConfig, OutputLengths};
-pub use request::{FinishReason, FinishedRequest, Request};
+pub use request::{Deadline, FinishReason, FinishedRequest, Request};
 pub use tenant::Tenant;
 
 use self::core::Core;
 use self::inbox::{Inbox, Message};
+use self::limits::{Places, take_places};
 use self::request::WaitingRequest;
 use crate::block_pool::{BlockPool, Quota};
 use crate::block_tables::TableArena;
@@ -62,6 +69,8 @@ pub struct TenantConfig {
     pub weight: f64,
     /// What must be equal for its KV to be reusable.
     pub fingerprint: Fingerprint,
+    /// What of it may wait at once.
+    pub queue: QueueLimits,
 }
 
 /// Counts of a scheduler. Of the last `step`, `commit` or `abandon`, except what waits.
@@ -87,6 +96,10 @@ pub struct SchedulerStats {
     pub swapped_out_blocks: u64,
     /// Blocks copied back.
     pub swapped_in_blocks: u64,
+    /// Requests that are paused, with blocks or without.
+    pub num_paused: u64,
+    /// Times that a paused request's blocks were taken for one that needed them.
+    pub num_forced_out: u64,
 }
 
 /// The scheduler of one engine.
@@ -110,6 +123,8 @@ pub struct Scheduler {
     num_parked: AtomicU64,
     swapped_out_blocks: AtomicU64,
     swapped_in_blocks: AtomicU64,
+    num_paused: AtomicU64,
+    num_forced_out: AtomicU64,
 }
 
 impl Scheduler {
@@ -146,10 +161,10 @@ impl Scheduler {
             id: NEXT_SCHEDULER.fetch_add(1, Ordering::Relaxed),
             arena: Arc::clone(core.tables.arena()),
             host_pool: core.host.as_ref().map(|host| Arc::clone(host.pool())),
+            inbox: Inbox::new(config.queue),
             config,
             pool,
             index,
-            inbox: Inbox::new(),
             tenants: Mutex::new(Vec::new()),
             core: Mutex::new(core),
             started: Instant::now(),
@@ -162,6 +177,8 @@ impl Scheduler {
             num_parked: AtomicU64::new(0),
             swapped_out_blocks: AtomicU64::new(0),
             swapped_in_blocks: AtomicU64::new(0),
+            num_paused: AtomicU64::new(0),
+            num_forced_out: AtomicU64::new(0),
         })
     }
 
@@ -198,6 +215,9 @@ impl Scheduler {
         if !(config.weight > 0.0 && config.weight.is_finite()) {
             return Err(Error::invalid(format!("weight is {}, must be above 0", config.weight)));
         }
+        if let Some(problem) = config.queue.problem() {
+            return Err(Error::invalid(format!("tenant {:?}: {problem}", config.name)));
+        }
         let mut core = self.enter()?;
         let mut tenants = self.tenants.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if tenants.iter().any(|tenant| tenant.name == config.name) {
@@ -217,6 +237,7 @@ impl Scheduler {
             account,
             namespace,
             weight: config.weight,
+            places: Places::new(config.queue),
         });
         if let Some(host) = &mut core.host {
             host.add_tenant(quota)?;
@@ -233,10 +254,10 @@ impl Scheduler {
     /// retryable) or too many wait (retryable).
     pub fn submit(&self, request: Request) -> Result<SequenceId> {
         self.check_request(&request)?;
-        self.inbox.take_place(self.config.max_waiting).map_err(|waiting| Error::Refused {
-            reason: format!("{waiting} requests wait, the limit is {}", self.config.max_waiting),
-            retryable: true,
-        })?;
+        if self.inbox.is_draining() {
+            return Err(Error::refused("the scheduler is being drained and accepts nothing"));
+        }
+        take_places(&request, &self.inbox.places, self.steps.load(Ordering::Relaxed))?;
         let id = self.inbox.issue_id();
         let waiting = WaitingRequest::new(id, request);
         self.inbox.push(Message::Submit(Box::new(waiting)));
@@ -260,7 +281,8 @@ impl Scheduler {
         if let Some(i) = request.prompt.iter().position(|&token| token > i32::MAX as u32) {
             return Err(Error::invalid(format!("prompt[{i}] is {}, above {}", request.prompt[i], i32::MAX)));
         }
-        let refused = |reason| Err(Error::Refused { reason, retryable: false });
+        request.deadline.check()?;
+        let refused = |reason: String| Err(Error::refused(reason));
         let total = prompt + u64::from(request.max_tokens);
         if total > u64::from(self.config.max_model_tokens) {
             return refused(format!(
@@ -280,22 +302,6 @@ impl Scheduler {
             ));
         }
         Ok(())
-    }
-
-    /// Ends a request wherever it is; false if it had ended. From any thread. Its blocks come back in the next
-    /// `step` or `commit`.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for an id that was never issued.
-    pub fn abort(&self, id: SequenceId) -> Result<bool> {
-        if !self.inbox.was_issued(id) {
-            return Err(Error::invalid(format!("request {id} was never issued")));
-        }
-        let live = self.inbox.end_id(id);
-        if live {
-            self.inbox.push(Message::Abort(id));
-        }
-        Ok(live)
     }
 
     /// Plans a step. `pad_to` rows at least: padding rows have one token with slot -1 and context length 0.
@@ -347,7 +353,7 @@ impl Scheduler {
         outcome
     }
 
-    /// Whether anything waits or runs, or an end has not been reported yet.
+    /// Whether a step would do anything: something waits or runs that is not paused, or an end has not been reported yet.
     ///
     /// # Errors
     /// [`Error::WrongState`] if another thread is in the scheduler.
@@ -383,7 +389,7 @@ impl Scheduler {
         // Relaxed: numbers for people; each is a whole one of some moment.
         SchedulerStats {
             num_running: u64::from(self.num_running.load(Ordering::Relaxed)),
-            num_waiting: u64::from(self.inbox.num_waiting()),
+            num_waiting: u64::from(self.inbox.places.num_requests()),
             steps: self.steps.load(Ordering::Relaxed),
             computed_tokens: self.computed_tokens.load(Ordering::Relaxed),
             recomputed_tokens: self.recomputed_tokens.load(Ordering::Relaxed),
@@ -392,6 +398,8 @@ impl Scheduler {
             num_parked: self.num_parked.load(Ordering::Relaxed),
             swapped_out_blocks: self.swapped_out_blocks.load(Ordering::Relaxed),
             swapped_in_blocks: self.swapped_in_blocks.load(Ordering::Relaxed),
+            num_paused: self.num_paused.load(Ordering::Relaxed),
+            num_forced_out: self.num_forced_out.load(Ordering::Relaxed),
         }
     }
 
@@ -405,6 +413,8 @@ impl Scheduler {
         self.recomputed_tokens.store(core.recomputed_tokens, Ordering::Relaxed);
         self.dropped_tokens.store(core.dropped_tokens, Ordering::Relaxed);
         self.num_preemptions.store(core.num_preemptions, Ordering::Relaxed);
+        self.num_paused.store((core.halted.len() + core.paused.len()) as u64, Ordering::Relaxed);
+        self.num_forced_out.store(core.num_forced_out, Ordering::Relaxed);
     }
 
     fn enter(&self) -> Result<MutexGuard<'_, Core>> {

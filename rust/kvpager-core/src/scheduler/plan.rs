@@ -23,7 +23,9 @@ impl Core {
             )));
         }
         self.phases.start();
-        self.drain_inbox(inbox);
+        self.drain_inbox(inbox)?;
+        self.end_overdue(inbox)?;
+        self.halt_paused();
         let mut ended = std::mem::take(&mut self.ended);
         self.remove_ended(inbox, &mut ended, None)?;
         self.last_step = StepId(self.last_step.0 + 1);

@@ -54,6 +54,10 @@ impl Core {
                 Ok(()) => return Ok(true),
                 Err(short) => short,
             };
+            let tenant = self.running[position].request.tenant.index;
+            if self.yield_room(tenant, &short)? {
+                continue;
+            }
             if !self.config.policy.overcommits() {
                 return Ok(false);
             }
@@ -247,19 +251,26 @@ impl Core {
     /// Takes everything from a sequence; it goes back to its place in the queue with its tokens, or ends. What is
     /// cached of it may be matched again when it resumes.
     pub(super) fn preempt(&mut self, mut sequence: Sequence) -> Result<()> {
+        if let Some(reason) = sequence.ending {
+            self.refused.push(sequence.id);
+            self.deadlines.remove(sequence.id, sequence.request.deadline, sequence.progress.arrival());
+            self.ended.push(sequence.account(reason, None));
+            return self.strip(&mut sequence);
+        }
+        let was_parked = sequence.parked.is_some();
+        self.num_preemptions += u64::from(!was_parked);
+        self.strip(&mut sequence)?;
+        self.queue.push(sequence.into_waiting(!was_parked));
+        Ok(())
+    }
+
+    /// Takes row and blocks, here and on the host, from a sequence that is out of where it ran.
+    pub(super) fn strip(&mut self, sequence: &mut Sequence) -> Result<()> {
         let was_parked = sequence.parked.is_some();
         self.called = self.called.filter(|&called| called != sequence.id);
         if let (Some(host), Some(parked)) = (&mut self.host, sequence.parked.take()) {
             host.leave(parked.blocks);
         }
-        self.release_device(&mut sequence, was_parked)?;
-        if let Some(reason) = sequence.ending {
-            self.refused.push(sequence.id);
-            self.ended.push(sequence.account(reason, None));
-            return Ok(());
-        }
-        self.num_preemptions += u64::from(!was_parked);
-        self.queue.push(sequence.into_waiting(!was_parked));
-        Ok(())
+        self.release_device(sequence, was_parked)
     }
 }

@@ -7,8 +7,9 @@ use hashbrown::HashMap;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Place in a tenant's queue: priority, then age.
-pub(super) type Place = (i32, SequenceId);
+/// Place in a tenant's queue: step of arrival, shifted by the priority, then id. It does not change while the
+/// request waits, so ageing costs nothing.
+pub(super) type Place = (i64, SequenceId);
 
 struct TenantQueue {
     tenant: Arc<Tenant>,
@@ -27,8 +28,9 @@ impl TenantQueue {
 }
 
 /// The waiting requests of all tenants.
-#[derive(Default)]
 pub(super) struct Queue {
+    /// Steps of waiting that make up for one class of priority.
+    ageing_steps: u32,
     tenants: Vec<TenantQueue>,
     places: HashMap<SequenceId, (usize, Place), foldhash::fast::RandomState>,
     /// Grows whenever room or matchable blocks may have appeared.
@@ -36,6 +38,16 @@ pub(super) struct Queue {
 }
 
 impl Queue {
+    pub(super) fn new(ageing_steps: u32) -> Self {
+        Self { ageing_steps, tenants: Vec::new(), places: HashMap::default(), changes: 0 }
+    }
+
+    fn place_of(&self, waiting: &WaitingRequest) -> Place {
+        let class = i64::from(waiting.request.priority).saturating_mul(i64::from(self.ageing_steps));
+        let arrival = waiting.progress.arrival_step + waiting.progress.paused_steps;
+        (class.saturating_add_unsigned(arrival), waiting.id)
+    }
+
     pub(super) fn add_tenant(&mut self, tenant: Arc<Tenant>) {
         debug_assert_eq!(tenant.index, self.tenants.len());
         self.tenants.push(TenantQueue {
@@ -67,7 +79,7 @@ impl Queue {
                 queue.service = queue.service.max(floor);
             }
         }
-        let place = (waiting.request.priority, waiting.id);
+        let place = self.place_of(&waiting);
         self.places.insert(waiting.id, (index, place));
         let queue = &mut self.tenants[index];
         if queue.waiting.first_key_value().is_none_or(|(head, _)| place < *head) {
@@ -82,6 +94,11 @@ impl Queue {
         let queue = &mut self.tenants[index];
         queue.blocked_at = None;
         queue.waiting.remove(&place)
+    }
+
+    /// Ids of all waiting requests.
+    pub(super) fn ids(&self) -> Vec<SequenceId> {
+        self.places.keys().copied().collect()
     }
 
     /// The tenant that is served next: least service among those whose head may fit.

@@ -1,8 +1,37 @@
 //! A request as it is submitted, and what is left of it at its end.
 
 use crate::ids::SequenceId;
+use crate::scheduler::deadlines::Moment;
 use crate::scheduler::tenant::Tenant;
+use crate::{Error, Result};
 use std::sync::Arc;
+
+/// When a request ends if it has not ended before; by default never. It holds in every state, paused ones included.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Deadline {
+    /// Steps after its arrival in which it may run.
+    pub steps: Option<u64>,
+    /// Seconds after its arrival, on the clock of the steps.
+    pub seconds: Option<f64>,
+}
+
+impl Deadline {
+    /// Checks the values.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for 0 steps, or seconds that are not above 0 and finite.
+    pub fn check(self) -> Result<()> {
+        if self.steps == Some(0) {
+            return Err(Error::invalid("the deadline is 0 steps away, must be at least 1"));
+        }
+        match self.seconds {
+            Some(seconds) if !(seconds.is_finite() && seconds > 0.0) => Err(Error::invalid(format!(
+                "the deadline is {seconds} seconds away, must be above 0 and finite"
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
 
 /// What a caller asks for.
 #[derive(Clone, Debug)]
@@ -17,10 +46,29 @@ pub struct Request {
     pub min_tokens: u32,
     /// Token ids that end the request. The id itself is part of the output.
     pub stop_token_ids: Vec<u32>,
-    /// Lower runs first, inside the tenant.
+    /// Lower runs first, inside the tenant; each `ageing_steps` of waiting make up for one.
     pub priority: i32,
     /// Whether the request looks prefixes up and leaves its own blocks in the index.
     pub reuse: bool,
+    /// When it ends at the latest.
+    pub deadline: Deadline,
+}
+
+impl Request {
+    /// A request with the defaults of everything else: no stop ids, priority 0, reuse, no deadline.
+    #[must_use]
+    pub const fn new(tenant: Arc<Tenant>, prompt: Vec<u32>, max_tokens: u32) -> Self {
+        Self {
+            tenant,
+            prompt,
+            max_tokens,
+            min_tokens: 0,
+            stop_token_ids: Vec::new(),
+            priority: 0,
+            reuse: true,
+            deadline: Deadline { steps: None, seconds: None },
+        }
+    }
 }
 
 /// Why a request ended.
@@ -34,6 +82,10 @@ pub enum FinishReason {
     Aborted,
     /// It can no longer fit: a quota was lowered, or a guarantee given to another tenant, since it was accepted.
     Capacity,
+    /// Its deadline passed.
+    Deadline,
+    /// The scheduler was drained and its deadline passed.
+    Drained,
     /// The step that computed it failed and the caller chose to end it.
     Error,
 }
@@ -47,6 +99,8 @@ impl FinishReason {
             Self::Length => "length",
             Self::Aborted => "aborted",
             Self::Capacity => "capacity",
+            Self::Deadline => "deadline",
+            Self::Drained => "drained",
             Self::Error => "error",
         }
     }
@@ -82,6 +136,10 @@ pub struct FinishedRequest {
 pub(super) struct Progress {
     pub(super) prompt_tokens: u32,
     pub(super) arrival_step: u64,
+    /// Time of its arrival on the clock of the steps.
+    pub(super) arrival_time: f64,
+    /// Steps for which it was paused; they do not count as waiting.
+    pub(super) paused_steps: u64,
     /// Steps it waited before it first ran; `None` before that.
     pub(super) queue_steps: Option<u64>,
     pub(super) cached_tokens: u32,
@@ -89,6 +147,17 @@ pub(super) struct Progress {
     pub(super) preemptions: u64,
     /// Tokens whose KV had been computed when it was last preempted.
     pub(super) lost_tokens: u32,
+}
+
+impl Progress {
+    pub(super) const fn arrival(&self) -> Moment {
+        Moment { step: self.arrival_step, seconds: self.arrival_time }
+    }
+
+    /// Steps it has waited up to `step`.
+    pub(super) const fn waited(&self, step: u64) -> u64 {
+        step.saturating_sub(self.arrival_step + self.paused_steps)
+    }
 }
 
 /// A request in the queue: new, or preempted.
@@ -118,7 +187,7 @@ impl WaitingRequest {
     /// The account of a request that ends while it waits.
     pub(super) fn account(self, reason: FinishReason, step: u64) -> FinishedRequest {
         let output_tokens = self.num_outputs();
-        let queue_steps = self.progress.queue_steps.unwrap_or(step - self.progress.arrival_step);
+        let queue_steps = self.progress.queue_steps.unwrap_or_else(|| self.progress.waited(step));
         account(self.id, &self.request.tenant, self.progress, (output_tokens, queue_steps), reason, None)
     }
 }

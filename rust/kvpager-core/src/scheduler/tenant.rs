@@ -1,5 +1,6 @@
 //! Tenants: who owns requests and is charged for them.
 
+use super::limits::Places;
 use crate::ids::{AccountId, NamespaceId};
 
 /// A tenant of one scheduler. Requests carry it as a handle; it never comes from a request's own fields.
@@ -17,4 +18,20 @@ pub struct Tenant {
     pub namespace: Option<NamespaceId>,
     /// Share of service: a tenant of weight 2 gets twice the tokens of one of weight 1 while both wait.
     pub weight: f64,
+    /// What of it waits.
+    pub(super) places: Places,
+}
+
+impl Tenant {
+    /// Requests of it that have not been admitted yet. From any thread.
+    #[must_use]
+    pub fn num_waiting(&self) -> u32 {
+        self.places.num_requests()
+    }
+
+    /// Prompt tokens of those requests. From any thread.
+    #[must_use]
+    pub fn num_waiting_tokens(&self) -> u64 {
+        self.places.num_tokens()
+    }
 }

@@ -12,8 +12,8 @@
 use kvpager_core::block_pool::{BlockPool, PoolConfig};
 use kvpager_core::prefix_index::{EvictionPolicy, Fingerprint, IndexConfig, PrefixIndex};
 use kvpager_core::scheduler::{
-    AdmissionPolicy, Batch, BatchArrays, FinishedRequest, HostTierConfig, Overflow, PADDING_SEQUENCE,
-    Request, Scheduler, SchedulerConfig, Tenant, TenantConfig, ZeroBlocks,
+    AdmissionPolicy, Batch, BatchArrays, FinishedRequest, PADDING_SEQUENCE, QueueLimits, Request, Scheduler,
+    SchedulerConfig, Tenant, TenantConfig,
 };
 use kvpager_core::{Result, SequenceId};
 use std::collections::{HashMap, HashSet};
@@ -55,14 +55,12 @@ pub fn config(block_size: u32) -> SchedulerConfig {
         max_batch_tokens: 32,
         max_running: 8,
         max_model_tokens: 256,
-        max_waiting: 64,
+        queue: QueueLimits { max_requests: 64, ..QueueLimits::NONE },
         max_prefill_chunk: 0,
         policy: AdmissionPolicy::Reserve,
         max_bypass: 8,
         max_bypass_steps: 64,
-        zero_blocks: ZeroBlocks::OnTenantChange,
-        overflow: Overflow::Auto,
-        host_tier: HostTierConfig::default(),
+        ..SchedulerConfig::default()
     }
 }
 
@@ -116,6 +114,7 @@ impl Engine {
                 limit_blocks: limit,
                 weight: 1.0,
                 fingerprint: Fingerprint::default(),
+                queue: QueueLimits::NONE,
             })
             .unwrap()
     }
@@ -276,15 +275,7 @@ fn check_moves(arrays: &BatchArrays) {
 }
 
 pub fn request(tenant: &Arc<Tenant>, prompt: &[u32], max_tokens: u32) -> Request {
-    Request {
-        tenant: Arc::clone(tenant),
-        prompt: prompt.to_vec(),
-        max_tokens,
-        min_tokens: 0,
-        stop_token_ids: Vec::new(),
-        priority: 0,
-        reuse: true,
-    }
+    Request::new(Arc::clone(tenant), prompt.to_vec(), max_tokens)
 }
 
 pub fn prompt(seed: u32, length: u32) -> Vec<u32> {

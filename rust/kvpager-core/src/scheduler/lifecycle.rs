@@ -1,0 +1,195 @@
+//! What callers ask of requests that exist already, and of all of them: abort, pause, resume, drain, reset.
+
+use super::Scheduler;
+use super::core::Core;
+use super::inbox::{Inbox, Message};
+use super::request::{Deadline, FinishReason, WaitingRequest};
+use crate::ids::SequenceId;
+use crate::{Error, Result};
+
+/// What a [`Scheduler::reset_cache`] did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheReset {
+    /// Blocks that were cached and are free now.
+    pub num_evicted: u32,
+    /// Running requests that went back to the queue.
+    pub num_requeued: u32,
+}
+
+impl Scheduler {
+    /// Ends a request wherever it is; false if it had ended. From any thread. Its blocks come back in the next
+    /// `step` or `commit`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an id that was never issued.
+    pub fn abort(&self, id: SequenceId) -> Result<bool> {
+        self.check_issued(id)?;
+        let live = self.inbox.end_id(id);
+        if live {
+            self.inbox.push(Message::End(id, FinishReason::Aborted));
+        }
+        Ok(live)
+    }
+
+    /// Stops a request from the next `step` on; false if it had ended. From any thread. It keeps its place in
+    /// time, and its blocks until a request that is not paused needs them. Its deadline goes on.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an id that was never issued.
+    pub fn pause(&self, id: SequenceId) -> Result<bool> {
+        self.send_live(id, Message::Pause(id))
+    }
+
+    /// Goes on with a paused request from the next `step` on; false if it had ended. From any thread. One that is
+    /// not paused is left as it is.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an id that was never issued.
+    pub fn resume(&self, id: SequenceId) -> Result<bool> {
+        self.send_live(id, Message::Resume(id))
+    }
+
+    /// Accepts nothing any more; what was accepted goes on, and ends with reason `drained` when the deadline
+    /// passes. From any thread. A second call replaces the deadline.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a deadline that is none.
+    pub fn drain(&self, deadline: Deadline) -> Result<()> {
+        deadline.check()?;
+        self.inbox.close();
+        self.inbox.push(Message::Drain(deadline));
+        Ok(())
+    }
+
+    /// Empties the cache of what is not held. With `requeue_running`, running and paused requests give their
+    /// blocks back first and go to their places in the queue, so that nothing is left.
+    ///
+    /// # Errors
+    /// [`Error::WrongState`] while a step is open, while a request has blocks (unless `requeue_running`), or if
+    /// another thread is in the scheduler. Nothing has changed then.
+    pub fn reset_cache(&self, requeue_running: bool) -> Result<CacheReset> {
+        let mut core = self.enter()?;
+        let reset = core.reset_cache(&self.inbox, requeue_running);
+        self.publish(&core);
+        reset
+    }
+
+    fn send_live(&self, id: SequenceId, message: Message) -> Result<bool> {
+        self.check_issued(id)?;
+        let live = self.inbox.is_live(id);
+        if live {
+            self.inbox.push(message);
+        }
+        Ok(live)
+    }
+
+    fn check_issued(&self, id: SequenceId) -> Result<()> {
+        if self.inbox.was_issued(id) {
+            Ok(())
+        } else {
+            Err(Error::invalid(format!("request {id} was never issued")))
+        }
+    }
+}
+
+impl Core {
+    /// Takes in what other threads asked for since the last call.
+    pub(super) fn drain_inbox(&mut self, inbox: &Inbox) -> Result<()> {
+        while let Some(message) = inbox.pop() {
+            match message {
+                Message::Submit(waiting) => self.accept(*waiting),
+                Message::End(id, reason) => self.end_request(id, reason, inbox)?,
+                Message::Pause(id) => self.note_pause(id),
+                Message::Resume(id) => self.note_resume(id),
+                Message::Drain(deadline) => self.draining = Some((deadline, self.moment())),
+            }
+        }
+        Ok(())
+    }
+
+    fn accept(&mut self, mut waiting: WaitingRequest) {
+        let now = self.moment();
+        waiting.progress.arrival_step = now.step;
+        waiting.progress.arrival_time = now.seconds;
+        self.deadlines.insert(waiting.id, waiting.request.deadline, now);
+        self.queue.push(waiting);
+    }
+
+    /// Ends a request: at once, unless it runs; then when no open step may touch its blocks.
+    fn end_request(&mut self, id: SequenceId, reason: FinishReason, inbox: &Inbox) -> Result<()> {
+        if let Some(waiting) = self.queue.remove(id) {
+            self.end_waiting(waiting, reason, inbox);
+        } else if let Some(paused) = self.paused.remove(&id) {
+            self.end_waiting(paused.waiting, reason, inbox);
+        } else if let Some(i) = self.halted.iter().position(|halted| halted.sequence.id == id) {
+            let mut sequence = self.halted.remove(i).sequence;
+            let account = self.end_running(&mut sequence, reason, None, inbox)?;
+            self.ended.push(account);
+        } else if let Some(position) = self.position(id) {
+            self.running[position].ending.get_or_insert(reason);
+        } else if let Ok(position) = self.parked.binary_search_by_key(&id, |sequence| sequence.id) {
+            self.parked[position].ending.get_or_insert(reason);
+        }
+        Ok(())
+    }
+
+    /// Ends a request that has been taken out of its queue.
+    pub(super) fn end_waiting(&mut self, waiting: WaitingRequest, reason: FinishReason, inbox: &Inbox) {
+        super::limits::leave_places(&waiting, &inbox.places);
+        inbox.end_id(waiting.id);
+        self.deadlines.remove(waiting.id, waiting.request.deadline, waiting.progress.arrival());
+        self.ended.push(waiting.account(reason, self.last_step.0));
+    }
+
+    /// Ends whatever is past its time.
+    pub(super) fn end_overdue(&mut self, inbox: &Inbox) -> Result<()> {
+        while let Some(id) = self.deadlines.pop_passed(self.moment()) {
+            self.end_request(id, FinishReason::Deadline, inbox)?;
+        }
+        let Some((deadline, since)) = self.draining else { return Ok(()) };
+        if !deadline.has_passed(since, self.moment()) {
+            return Ok(());
+        }
+        let mut ids = self.queue.ids();
+        ids.extend(self.paused.keys());
+        ids.extend(self.halted.iter().map(|halted| halted.sequence.id));
+        ids.extend(self.running.iter().chain(&self.parked).map(|sequence| sequence.id));
+        ids.sort_unstable();
+        for id in ids {
+            self.end_request(id, FinishReason::Drained, inbox)?;
+        }
+        Ok(())
+    }
+
+    fn reset_cache(&mut self, inbox: &Inbox, requeue_running: bool) -> Result<CacheReset> {
+        if let Some(open) = &self.open {
+            return Err(Error::WrongState(format!(
+                "step {} is open: its blocks are in use; commit or abandon it first",
+                open.id
+            )));
+        }
+        let num_running = self.running.len() + self.parked.len() + self.halted.len();
+        if num_running > 0 && !requeue_running {
+            return Err(Error::WrongState(format!(
+                "{num_running} requests have blocks: wait for them, or ask to requeue them"
+            )));
+        }
+        self.drain_inbox(inbox)?;
+        let mut reset = CacheReset::default();
+        while let Some(mut sequence) = self.running.pop().or_else(|| self.parked.pop()) {
+            self.strip(&mut sequence)?;
+            let reason = sequence.ending;
+            let waiting = sequence.into_waiting(true);
+            match reason {
+                Some(reason) => self.end_waiting(waiting, reason, inbox),
+                None => self.queue.push(waiting),
+            }
+            reset.num_requeued += 1;
+        }
+        reset.num_requeued += self.force_out_all()?;
+        if let Some(index) = &self.index {
+            reset.num_evicted = index.evict(u32::MAX);
+        }
+        Ok(reset)
+    }
+}

@@ -1,0 +1,131 @@
+//! Paused requests: they keep their blocks until somebody else needs them, and their place in time.
+//!
+//! A paused request that never ran, or was forced out, waits outside the queue. One that runs is *halted*: it
+//! keeps row, blocks and reservation but is not planned. Its clock stands still, so it counts as younger than
+//! everybody who is not paused, and whoever of the same quota is short of blocks takes them.
+
+use super::core::Core;
+use super::request::WaitingRequest;
+use super::sequence::Sequence;
+use crate::ids::SequenceId;
+use crate::{Error, Result};
+
+/// A paused request without blocks.
+pub(super) struct PausedRequest {
+    pub(super) waiting: WaitingRequest,
+    since_step: u64,
+}
+
+/// A paused sequence with its blocks.
+pub(super) struct Halted {
+    pub(super) sequence: Sequence,
+    since_step: u64,
+}
+
+impl Core {
+    /// Pauses a request. A running one is halted by the next step that may.
+    pub(super) fn note_pause(&mut self, id: SequenceId) {
+        if let Some(waiting) = self.queue.remove(id) {
+            self.paused.insert(id, PausedRequest { waiting, since_step: self.last_step.0 });
+        } else if (self.position(id).is_some() || self.is_parked(id)) && !self.pausing.contains(&id) {
+            self.pausing.push(id);
+        }
+    }
+
+    /// Goes on with a paused request where it stood.
+    pub(super) fn note_resume(&mut self, id: SequenceId) {
+        self.pausing.retain(|&other| other != id);
+        let step = self.last_step.0;
+        if let Some(PausedRequest { mut waiting, since_step }) = self.paused.remove(&id) {
+            waiting.progress.paused_steps += step - since_step;
+            self.queue.push(waiting);
+        } else if let Some(i) = self.halted.iter().position(|halted| halted.sequence.id == id) {
+            let Halted { mut sequence, since_step } = self.halted.remove(i);
+            sequence.progress.paused_steps += step - since_step;
+            self.insert_running(sequence);
+        }
+    }
+
+    fn is_parked(&self, id: SequenceId) -> bool {
+        self.parked.iter().any(|sequence| sequence.id == id)
+    }
+
+    /// Halts the running sequences that are to pause.
+    pub(super) fn halt_paused(&mut self) {
+        for id in std::mem::take(&mut self.pausing) {
+            match self.position(id) {
+                Some(position) if self.running[position].ending.is_none() => {
+                    let sequence = self.running.remove(position);
+                    self.halted.push(Halted { sequence, since_step: self.last_step.0 });
+                }
+                // When its tail is back from the host.
+                None if self.is_parked(id) => self.pausing.push(id),
+                _ => {}
+            }
+        }
+    }
+
+    /// Makes those give something up who yield to any request that runs or could run. False if there are none.
+    pub(super) fn yield_room(&mut self, tenant: usize, short: &Error) -> Result<bool> {
+        match short {
+            Error::OutOfBlocks { .. } | Error::OverQuota { .. } => self.force_out_paused(tenant, short),
+            _ => Ok(false),
+        }
+    }
+
+    /// Takes the blocks of one paused request, for a tenant that is short of them: its own youngest, else of the
+    /// tenant most above its guarantee. False if there is none to take from.
+    pub(super) fn force_out_paused(&mut self, tenant: usize, short: &Error) -> Result<bool> {
+        let mut best: Option<(u64, usize)> = None;
+        for (i, halted) in self.halted.iter().enumerate() {
+            let owner = &halted.sequence.request.tenant;
+            let above = if owner.index == tenant {
+                u64::MAX
+            } else if matches!(short, Error::OverQuota { .. }) {
+                continue;
+            } else {
+                let account = self.pool.account_stats(owner.account)?;
+                account.committed.saturating_sub(account.guaranteed)
+            };
+            if above > 0 && best.is_none_or(|(most, _)| above >= most) {
+                best = Some((above, i));
+            }
+        }
+        match best {
+            Some((_, i)) => self.force_out(i).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    /// Rows for further sequences; parked ones come back to theirs.
+    pub(super) fn num_rows_left(&self) -> usize {
+        let taken = self.running.len() + self.parked.len() + self.halted.len();
+        (self.config.max_running as usize).saturating_sub(taken)
+    }
+
+    /// Takes the row of a paused request if none is free and somebody could run with it.
+    pub(super) fn free_paused_row(&mut self) -> Result<()> {
+        if self.num_rows_left() == 0 && !self.halted.is_empty() && self.queue.next_tenant().is_some() {
+            self.force_out(self.halted.len() - 1)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the blocks of all paused requests; returns of how many.
+    pub(super) fn force_out_all(&mut self) -> Result<u32> {
+        let count = self.halted.len() as u32;
+        while !self.halted.is_empty() {
+            self.force_out(self.halted.len() - 1)?;
+        }
+        Ok(count)
+    }
+
+    fn force_out(&mut self, halted: usize) -> Result<()> {
+        let Halted { mut sequence, since_step } = self.halted.remove(halted);
+        self.strip(&mut sequence)?;
+        self.num_forced_out += 1;
+        let waiting = sequence.into_waiting(true);
+        self.paused.insert(waiting.id, PausedRequest { waiting, since_step });
+        Ok(())
+    }
+}

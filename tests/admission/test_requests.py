@@ -1,0 +1,96 @@
+"""What can be asked of requests through Python: deadlines, bounds, pause, drain, reset; from any thread."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvpager import errors
+
+from .engine import commit_samples, make
+
+
+def test_a_deadline_on_the_callers_clock_ends_a_request() -> None:
+    _, scheduler = make()
+    tenant = scheduler.add_tenant("alice")
+    request = scheduler.submit(tenant, range(5), max_tokens=50, deadline_seconds=2.0)
+    other = scheduler.submit(tenant, range(5), max_tokens=50, deadline_steps=2)
+    reasons = {}
+    for now in (10.0, 11.0, 11.9, 12.0):
+        batch = scheduler.step(now=now)
+        reasons |= {ended.request_id: (ended.reason, now) for ended in batch.finished}
+        commit_samples(scheduler, batch)
+    assert reasons == {request: ("deadline", 12.0), other: ("deadline", 11.9)}
+    with pytest.raises(errors.InvalidArgumentError, match="0 steps away"):
+        scheduler.submit(tenant, range(5), deadline_steps=0)
+
+
+def test_a_refusal_says_when_to_come_back() -> None:
+    _, scheduler = make(max_waiting=3, max_waiting_tokens=30)
+    tenant = scheduler.add_tenant("alice", max_waiting=2)
+    other = scheduler.add_tenant("bob", max_waiting_tokens=8)
+    for _ in range(2):
+        scheduler.submit(tenant, range(5))
+    with pytest.raises(errors.RefusedError, match=r'tenant "alice": 2 requests wait') as refused:
+        scheduler.submit(tenant, range(5))
+    assert refused.value.retryable
+    assert refused.value.retry_after_steps == 1
+    with pytest.raises(errors.RefusedError, match="9 tokens; at most 8") as refused:
+        scheduler.submit(other, range(9))
+    assert (refused.value.retryable, refused.value.retry_after_steps) == (False, None)
+    scheduler.submit(other, range(8))
+    assert (tenant.num_waiting, other.num_waiting_tokens) == (2, 8)
+    with pytest.raises(errors.InvalidArgumentError, match="max_waiting is 0"):
+        scheduler.add_tenant("carol", max_waiting=0)
+    with pytest.raises(errors.InvalidArgumentError, match="max_waiting_tokens 0"):
+        make(max_waiting_tokens=0)
+
+
+def test_pause_resume_drain_and_reset_through_python() -> None:
+    pool, scheduler = make()
+    tenant = scheduler.add_tenant("alice")
+    request = scheduler.submit(tenant, range(9), max_tokens=4)
+    commit_samples(scheduler, scheduler.step())
+    with pytest.raises(errors.WrongStateError, match="1 requests have blocks"):
+        scheduler.reset_cache()
+    assert scheduler.pause(request)
+    commit_samples(scheduler, scheduler.step())
+    assert (scheduler.has_work(), scheduler.stats().num_paused) == (False, 1)
+    assert scheduler.reset_cache(requeue_running=True) == (2, 1)
+    assert (pool.stats().free, scheduler.stats().num_forced_out) == (32, 1)
+    assert scheduler.resume(request)
+    scheduler.drain(deadline_steps=100)
+    with pytest.raises(errors.RefusedError, match="drained"):
+        scheduler.submit(tenant, range(9))
+    finished = []
+    while scheduler.has_work():
+        finished += commit_samples(scheduler, scheduler.step()).finished
+    assert [(ended.reason, ended.output_tokens) for ended in finished] == [("length", 4)]
+    assert not scheduler.resume(request)
+    assert not scheduler.abort(request)
+
+
+@pytest.mark.timeout(60)
+def test_threads_pause_and_resume_while_the_engine_runs() -> None:
+    pool, scheduler = make(num_blocks=12)
+    tenant = scheduler.add_tenant("alice")
+    requests = [scheduler.submit(tenant, range(i, i + 9), max_tokens=6) for i in range(24)]
+
+    def client(own: list[int]) -> None:
+        for _ in range(10):
+            for request in own:
+                scheduler.pause(request)
+            for request in own:
+                scheduler.resume(request)
+
+    threads = [threading.Thread(target=client, args=(requests[i::3],)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    ended = []
+    while scheduler.has_work() or any(thread.is_alive() for thread in threads):
+        batch = scheduler.step()
+        ended += commit_samples(scheduler, batch).finished
+    assert sorted(request.request_id for request in ended) == requests
+    assert {request.output_tokens for request in ended} == {6}
+    assert (pool.stats().held, pool.stats().reserved) == (0, 0)
