@@ -66,7 +66,7 @@ fn bounded(engine: &Engine, name: &str, queue: QueueLimits) -> Arc<kvpager_core:
         fingerprint: Fingerprint::default(),
         queue,
     };
-    engine.scheduler.add_tenant(&config).unwrap()
+    engine.scheduler.add_tenant(&config).expect("a tenant of a new name")
 }
 
 fn refusal(result: kvpager_core::Result<kvpager_core::SequenceId>) -> (String, bool, Option<u64>) {
