@@ -7,6 +7,7 @@ reacts to carry them as attributes too.
 from __future__ import annotations
 
 __all__ = [
+    "GenerationError",
     "InvalidArgumentError",
     "InvalidHandleError",
     "KvPagerError",
@@ -95,6 +96,18 @@ class RefusedError(KvPagerError):
         super().__init__(text)
         self.retryable = retryable
         self.retry_after_steps = retry_after_steps
+
+
+class GenerationError(KvPagerError):
+    """A request that was accepted failed: the model failed, its quota was lowered, or its engine ended.
+
+    Attributes:
+        reason: `error`, `capacity` or `aborted`.
+    """
+
+    def __init__(self, text: str, reason: str = "error") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class WrongStateError(KvPagerError, RuntimeError):

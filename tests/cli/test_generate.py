@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvpager.cli import main
-from kvpager.runner import find_demo_model
+from kvpager.runner import LlamaRunner, find_demo_model
 
 pytestmark = pytest.mark.model
 
@@ -97,8 +99,56 @@ def test_demo_makes_requests_wait_and_reuses_prefixes() -> None:
     assert values["pool"]["peak_held"] <= values["pool"]["blocks"]
 
 
+def test_interrupt_prints_the_tables_of_what_there_is() -> None:
+    arguments = ["generate", "--prompt", "Count: one, two,", "--max-tokens", "4000"]
+    command = [sys.executable, "-u", "-c", "from kvpager.cli import main; main()", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(3), "the first token was printed"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (130, "")
+    assert "aborted" in out
+    assert "peak held" in out
+
+
+def test_interrupt_prints_the_json_of_what_there_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, steps = LlamaRunner.run, iter([None, None, None])
+
+    def interrupted(*arguments: Any) -> Any:
+        if next(steps, "over") == "over":
+            raise KeyboardInterrupt
+        return run(*arguments)
+
+    monkeypatch.setattr(LlamaRunner, "run", interrupted)
+    prompts = ["--prompt", "Count: one, two,", "--prompt", "The sea is"]
+    code, out, err = run_main(capsys, monkeypatch, "generate", *prompts, "--json")
+    assert (code, err) == (130, "")
+    values = json.loads(out)
+    assert [request["finish_reason"] for request in values["requests"]] == ["aborted", "aborted"]
+    assert [request["output_tokens"] for request in values["requests"]] == [3, 3]
+    assert values["pool"]["held"] == 0
+
+
+def test_failed_model_is_one_line_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(LlamaRunner, "run", broken)
+    code, out, err = run_main(capsys, monkeypatch, "generate", "--prompt", "a", "--json")
+    assert code == 1
+    assert json.loads(out)["requests"][0]["finish_reason"] == "error"
+    assert err == "kvpager: 1 of 1 requests failed: the model failed: RuntimeError: no device\n"
+
+
 BAD_ARGUMENTS = {
     "no prompt": ([], "no prompt: give --prompt TEXT"),
+    "demo with a prompt": (["--demo", "--prompt", "a"], "--demo has its own prompts: leave out --prompt"),
+    "system without chat": (["--system", "a", "--prompt", "b"], "give --chat too"),
     "unknown tenant": (["--prompt", "a", "--tenant", "eve"], "unknown tenant 'eve': --tenants names default"),
     "tenant count": (
         ["--prompt", "a", "--tenants", "x,y", "--tenant", "x", "--tenant", "y"],

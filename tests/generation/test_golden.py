@@ -9,7 +9,8 @@ import pytest
 from golden_items import GoldenItem
 from lockstep import run_in_lockstep
 
-from kvpager.runner import Generation, GenerationLoop, LoadedModel, LoopConfig, SamplingParams
+from kvpager.engine import Engine, EngineConfig, Generation, GenerationParams, SamplingParams
+from kvpager.runner import LlamaRunner, LoadedModel
 
 pytestmark = pytest.mark.model
 
@@ -17,40 +18,37 @@ FULL = 48
 """Tokens of a golden continuation at most."""
 
 
-def new_loop(
-    demo: LoadedModel, *, num_blocks: int = 512, block_size: int = 16, **sizes: object
-) -> GenerationLoop:
-    config = LoopConfig(num_blocks=num_blocks, block_size=block_size, **sizes)  # type: ignore[arg-type]
-    loop = GenerationLoop(demo.model, config, fingerprint=demo.fingerprint(block_size=block_size))
-    loop.add_tenant("alice")
-    loop.add_tenant("bob")
-    return loop
+def new_engine(demo: LoadedModel, *, num_blocks: int = 512, block_size: int = 16, **sizes: object) -> Engine:
+    config = EngineConfig(num_blocks=num_blocks, block_size=block_size, **sizes)  # type: ignore[arg-type]
+    engine = Engine(LlamaRunner(demo.model), config, fingerprint=demo.fingerprint(block_size=block_size))
+    engine.add_tenant("alice")
+    engine.add_tenant("bob")
+    return engine
 
 
 def generate(
-    loop: GenerationLoop, items: Sequence[GoldenItem], *, max_tokens: int = FULL, tenant: str = "alice"
+    engine: Engine, items: Sequence[GoldenItem], *, max_tokens: int = FULL, tenant: str = "alice"
 ) -> list[Generation]:
     """Submits all items at once, runs them, checks their ids, and returns what became of each."""
-    generations = [
-        loop.submit(tenant, item.prompt_ids, max_tokens=max_tokens, stop_token_ids=(2,)) for item in items
-    ]
-    loop.run()
+    params = GenerationParams(max_tokens=max_tokens, stop_token_ids=(2,))
+    generations = [engine.submit(item.prompt_ids, params, tenant=tenant)[0] for item in items]
+    engine.run()
     for item, generation in zip(items, generations, strict=True):
         assert generation.token_ids == item.greedy_ids[:max_tokens], item.text[:60]
         assert generation.account is not None
         ended = item.greedy_ids[:max_tokens][-1] == 2
         assert generation.account.reason == ("stop" if ended else "length")
         assert generation.account.output_tokens == len(generation.token_ids)
-    check_pool(loop)
+    check_pool(engine)
     return generations
 
 
-def check_pool(loop: GenerationLoop) -> None:
+def check_pool(engine: Engine) -> None:
     """Nothing is held when nothing runs, and every block is accounted for."""
-    stats = loop.pool.stats()
+    stats = engine.pool.stats()
     assert (stats.held, stats.reserved, stats.quarantined) == (0, 0, 0)
     assert stats.cached + stats.free == stats.capacity
-    loop.pool.check_invariants()
+    engine.pool.check_invariants()
 
 
 def short(golden: list[GoldenItem]) -> list[GoldenItem]:
@@ -62,9 +60,9 @@ def the_long(golden: list[GoldenItem]) -> GoldenItem:
 
 
 def test_each_prompt_alone(demo: LoadedModel, golden: list[GoldenItem]) -> None:
-    loop = new_loop(demo, num_blocks=64, reuse=False)
+    engine = new_engine(demo, num_blocks=64, reuse=False)
     for item in golden:
-        (generation,) = generate(loop, [item])
+        (generation,) = generate(engine, [item])
         assert generation.account is not None
         assert generation.account.cached_tokens == 0
 
@@ -73,9 +71,9 @@ def test_each_prompt_alone(demo: LoadedModel, golden: list[GoldenItem]) -> None:
 def test_all_prompts_in_one_batch_and_again_from_the_cache(
     demo: LoadedModel, golden: list[GoldenItem], block_size: int
 ) -> None:
-    loop = new_loop(demo, num_blocks=4096 // block_size, block_size=block_size)
-    generate(loop, golden)
-    for item, generation in zip(golden, generate(loop, golden), strict=True):
+    engine = new_engine(demo, num_blocks=4096 // block_size, block_size=block_size)
+    generate(engine, golden)
+    for item, generation in zip(golden, generate(engine, golden), strict=True):
         whole_blocks = (len(item.prompt_ids) - 1) // block_size * block_size
         assert generation.account is not None
         assert generation.account.cached_tokens == whole_blocks
@@ -93,77 +91,78 @@ def test_prompts_chunked_at_every_size(demo: LoadedModel, golden: list[GoldenIte
 
 
 def test_prompts_chunked_small_to_the_last_token(demo: LoadedModel, golden: list[GoldenItem]) -> None:
-    generate(new_loop(demo, max_prefill_chunk=5, max_batch_tokens=24), short(golden))
+    generate(new_engine(demo, max_prefill_chunk=5, max_batch_tokens=24), short(golden))
 
 
 @pytest.mark.parametrize("size", [29, 256, 511, 802])
 def test_long_prompt_chunked(demo: LoadedModel, golden: list[GoldenItem], size: int) -> None:
-    loop = new_loop(demo, max_batch_tokens=1024, max_prefill_chunk=size, reuse=False)
-    (generation,) = generate(loop, [the_long(golden)])
+    engine = new_engine(demo, max_batch_tokens=1024, max_prefill_chunk=size, reuse=False)
+    (generation,) = generate(engine, [the_long(golden)])
     assert generation.account is not None
     assert generation.account.steps == -(-803 // size) + len(generation.token_ids) - 1
 
 
 def test_pool_so_small_that_requests_wait(demo: LoadedModel, golden: list[GoldenItem]) -> None:
-    loop = new_loop(demo, num_blocks=12, max_batch_tokens=24)
-    generations = generate(loop, short(golden))
+    engine = new_engine(demo, num_blocks=12, max_batch_tokens=24)
+    generations = generate(engine, short(golden))
     accounts = [generation.account for generation in generations if generation.account]
     assert sum(account.queue_steps > 0 for account in accounts) >= 4
-    assert loop.pool.stats().peak_held <= 12
+    assert engine.pool.stats().peak_held <= 12
 
 
 def test_pool_with_room_for_the_long_prompt_alone(demo: LoadedModel, golden: list[GoldenItem]) -> None:
-    loop = new_loop(demo, num_blocks=54, max_batch_tokens=512)
-    generate(loop, [the_long(golden), *short(golden)])
+    engine = new_engine(demo, num_blocks=54, max_batch_tokens=512)
+    generate(engine, [the_long(golden), *short(golden)])
 
 
 def test_no_index_reuses_nothing_and_gives_the_same(demo: LoadedModel, golden: list[GoldenItem]) -> None:
-    loop = new_loop(demo, reuse=False)
+    engine = new_engine(demo, reuse=False)
     for _ in range(2):
-        for generation in generate(loop, golden):
+        for generation in generate(engine, golden):
             assert generation.account is not None
             assert generation.account.cached_tokens == 0
-    assert loop.pool.stats().cached == 0
+    assert engine.pool.stats().cached == 0
 
 
 def test_cache_of_one_tenant_is_never_used_for_another(demo: LoadedModel, golden: list[GoldenItem]) -> None:
-    loop = new_loop(demo)
+    engine = new_engine(demo)
     item = next(item for item in golden if item.kind == "chat")
     cached = [
         generation.account.cached_tokens
         for tenant in ("alice", "bob", "alice", "bob")
-        for generation in generate(loop, [item], max_tokens=2, tenant=tenant)
+        for generation in generate(engine, [item], max_tokens=2, tenant=tenant)
         if generation.account
     ]
     assert cached == [0, 0, 32, 32]
 
 
 def test_prompts_of_one_token_are_normal(demo: LoadedModel) -> None:
-    loop = new_loop(demo)
+    engine = new_engine(demo)
     outputs = []
     for _ in range(2):
-        generation = loop.submit("alice", [504], max_tokens=3)
-        loop.run()
+        generation = engine.submit([504], GenerationParams(max_tokens=3), tenant="alice")[0]
+        engine.run()
         assert generation.account is not None
         assert generation.account.cached_tokens == 0
         outputs.append(generation.token_ids)
     assert outputs[0] == outputs[1]
-    check_pool(loop)
+    check_pool(engine)
 
 
 def test_seeded_draws_are_the_same_alone_and_in_a_batch(demo: LoadedModel, golden: list[GoldenItem]) -> None:
     items = short(golden)[:4]
 
-    def run(loop: GenerationLoop, item: GoldenItem, seed: int) -> Generation:
+    def run(engine: Engine, item: GoldenItem, seed: int) -> Generation:
         sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=seed)
-        return loop.submit("alice", item.prompt_ids, max_tokens=6, sampling=sampling)
+        params = GenerationParams(max_tokens=6, sampling=sampling)
+        return engine.submit(item.prompt_ids, params, tenant="alice")[0]
 
-    loop = new_loop(demo)
-    together = [run(loop, item, seed) for seed, item in enumerate(items)]
-    loop.run()
+    engine = new_engine(demo)
+    together = [run(engine, item, seed) for seed, item in enumerate(items)]
+    engine.run()
     for seed, (item, generation) in enumerate(zip(items, together, strict=True)):
-        alone = run(loop, item, seed)
-        loop.run()
+        alone = run(engine, item, seed)
+        engine.run()
         assert alone.token_ids == generation.token_ids
     assert any(
         generation.token_ids != item.greedy_ids[:6] for item, generation in zip(items, together, strict=True)
@@ -173,17 +172,17 @@ def test_seeded_draws_are_the_same_alone_and_in_a_batch(demo: LoadedModel, golde
 def test_model_failure_ends_the_requests_of_the_step_and_frees_their_blocks(
     demo: LoadedModel, golden: list[GoldenItem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = new_loop(demo)
-    generation = loop.submit("alice", golden[0].prompt_ids, max_tokens=4)
+    engine = new_engine(demo)
+    generation = engine.submit(golden[0].prompt_ids, GenerationParams(max_tokens=4), tenant="alice")[0]
 
     def broken(*_: object) -> np.ndarray:
         raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as patch:
         patch.setattr(demo.model, "forward", broken)
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            loop.run()
+        engine.run()
+    assert generation.error == "the model failed: RuntimeError: the device is gone"
     assert generation.account is not None
     assert generation.account.reason == "error"
-    check_pool(loop)
-    generate(loop, golden[:1], max_tokens=4)
+    check_pool(engine)
+    generate(engine, golden[:1], max_tokens=4)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from golden_items import GoldenItem
 
+from kvpager.engine import TextStream
 from kvpager.errors import InvalidArgumentError
-from kvpager.runner import LoadedModel, TextStream, Tokenizer
+from kvpager.runner import LoadedModel, Tokenizer
 from kvpager.runner.gguf_file import GgufFile
 
 pytestmark = pytest.mark.model

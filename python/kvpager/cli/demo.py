@@ -22,7 +22,9 @@ from rich.text import Text
 from kvpager.cli.tables import print_pool, print_requests
 
 if TYPE_CHECKING:
-    from kvpager.runner.generate import Generation, GenerationLoop
+    from collections.abc import Sequence
+
+    from kvpager.engine import Engine, Generation, TextStream
     from kvpager.runner.loading import LoadedModel
 
 __all__ = ["run_demo"]
@@ -48,8 +50,8 @@ _DEFAULT_BLOCKS = 20
 
 def run_demo(
     *, model: str, blocks: int | None, block_size: int, max_tokens: int | None, as_json: bool
-) -> None:
-    """Runs the demo and prints its tables, or the JSON of `generate`.
+) -> int:
+    """Runs the demo and prints its tables, or the JSON of `generate`; returns the exit code.
 
     Args:
         model: as for `generate`.
@@ -58,7 +60,7 @@ def run_demo(
         max_tokens: most tokens to generate for each prompt; 48 if None.
         as_json: print one JSON object and nothing else.
     """
-    from kvpager.cli.generate import report
+    from kvpager.cli.generate import report, report_failures, run_engine
     from kvpager.runner.loading import load_model
 
     console = Console(file=sys.stdout, highlight=False)
@@ -68,136 +70,145 @@ def run_demo(
     loaded = load_model(model)
     load_time = time.perf_counter() - started
     max_tokens = max_tokens or _MAX_TOKENS
-    loop = _loop(loaded, blocks or max(1, _DEFAULT_BLOCKS * 16 // block_size), block_size, max_tokens)
-    if not as_json:
-        console.print(_introduction(loop, loaded, load_time, max_tokens))
-    started = time.perf_counter()
+    engine = _engine(loaded, blocks or max(1, _DEFAULT_BLOCKS * 16 // block_size), block_size)
+    view = _View(engine, loaded, max_tokens)
+    generations = [
+        engine.submit(ids, view.params, tenant=tenant, listener=None if as_json else view)[0]
+        for tenant, ids in _prompts(loaded)
+    ]
+    view.show(generations)
     if as_json:
-        loop.run()
+        wall_time, code = run_engine(engine)
     else:
-        with _display(loop, loaded, console, max_tokens):
-            loop.run()
-    wall_time = time.perf_counter() - started
-    values = report(loop, loaded, load_time=load_time, wall_time=wall_time)
+        console.print(_introduction(engine, generations, loaded, load_time))
+        with view.display(console):
+            wall_time, code = run_engine(engine)
+    values = report(engine, generations, loaded, load_time=load_time, wall_time=wall_time)
     if as_json:
         print(json.dumps(values))
-        return
-    print_requests(loop, file=sys.stdout)
-    print_pool(loop, file=sys.stdout)
+        return code or report_failures(generations)
+    print_requests(generations, file=sys.stdout)
+    print_pool(engine, file=sys.stdout)
     console.print(
-        f"{sum(len(g.token_ids) for g in loop.generations.values())} tokens in {wall_time:.1f} s: "
+        f"{sum(len(g.token_ids) for g in generations)} tokens in {wall_time:.1f} s: "
         f"{values['output_tokens_per_second']:.0f} tokens/s"
     )
+    return code or report_failures(generations)
 
 
-def _loop(loaded: LoadedModel, num_blocks: int, block_size: int, max_tokens: int) -> GenerationLoop:
-    from kvpager.runner.generate import GenerationLoop, LoopConfig
+def _engine(loaded: LoadedModel, num_blocks: int, block_size: int) -> Engine:
+    from kvpager.engine import Engine, EngineConfig
+    from kvpager.runner import LlamaRunner
 
-    config = LoopConfig(num_blocks=num_blocks, block_size=block_size, max_batch_tokens=128)
-    loop = GenerationLoop(loaded.model, config, fingerprint=loaded.fingerprint(block_size=block_size))
+    config = EngineConfig(num_blocks=num_blocks, block_size=block_size, max_batch_tokens=128)
+    engine = Engine(
+        LlamaRunner(loaded.model),
+        config,
+        tokenizer=loaded.tokenizer,
+        fingerprint=loaded.fingerprint(block_size=block_size),
+    )
     for name in dict.fromkeys(tenant for tenant, _, _ in _PROMPTS):
-        loop.add_tenant(name)
+        engine.add_tenant(name)
+    return engine
+
+
+def _prompts(loaded: LoadedModel) -> Iterator[tuple[str, list[int]]]:
     for tenant, system, question in _PROMPTS:
         head = [{"role": "system", "content": system}] if system else []
-        ids = loaded.tokenizer.encode_chat([*head, {"role": "user", "content": question}])
-        loop.submit(tenant, ids, max_tokens=max_tokens, stop_token_ids=loaded.tokenizer.stop_token_ids)
-    return loop
+        yield tenant, loaded.tokenizer.encode_chat([*head, {"role": "user", "content": question}])
 
 
-def _introduction(loop: GenerationLoop, loaded: LoadedModel, load_time: float, max_tokens: int) -> str:
-    from kvpager.runner.generate import blocks_needed
+def _introduction(
+    engine: Engine, generations: Sequence[Generation], loaded: LoadedModel, load_time: float
+) -> str:
+    from kvpager.engine import blocks_needed
 
-    block_size = loop.scheduler.block_size
-    needs = [blocks_needed(g.prompt_tokens, max_tokens, block_size) for g in loop.generations.values()]
-    capacity = loop.pool.stats().capacity
+    block_size = engine.config.block_size
+    needs = [blocks_needed(g.prompt_tokens, g.params.max_tokens, block_size) for g in generations]
+    capacity = engine.config.num_blocks
     block_bytes = block_size * loaded.model.config.kv_bytes_per_token
     return (
         f"{loaded.name} ({loaded.model.config.num_layers} layers, loaded in {load_time:.1f} s). "
         f"A device with room for {capacity} blocks of {block_size} tokens "
         f"({capacity * block_bytes / 2**20:.0f} MiB of KV).\n"
-        f"{len(needs)} prompts of {len({g.tenant for g in loop.generations.values()})} tenants need up to "
+        f"{len(needs)} prompts of {len(engine.tenants)} tenants need up to "
         f"{sum(needs)} blocks if nothing is shared: not all can run at once.\n"
     )
 
 
-@contextmanager
-def _display(loop: GenerationLoop, loaded: LoadedModel, console: Console, max_tokens: int) -> Iterator[None]:
-    """Shows the run: a live view on a terminal, a line for each start and end elsewhere."""
-    view = _View(loop, loaded, max_tokens)
-    if not console.is_terminal:
-        with _log(loop, view):
-            yield
-        return
-    with Live(view.render(), console=console, refresh_per_second=12, transient=False) as live:
-
-        def on_token(generation: Generation, token_id: int) -> None:
-            view.push(generation, token_id)
-            live.update(view.render())
-
-        def on_finished(_generation: Generation) -> None:
-            live.update(view.render())
-
-        loop.on_token, loop.on_finished = on_token, on_finished
-        yield
-
-
-@contextmanager
-def _log(loop: GenerationLoop, view: _View) -> Iterator[None]:
-    def on_token(generation: Generation, token_id: int) -> None:
-        if not generation.token_ids[1:]:
-            print(f"{view.label(generation)} starts after {generation.queue_wait:.2f} s", flush=True)
-        view.push(generation, token_id)
-
-    def on_finished(generation: Generation) -> None:
-        print(f"{view.label(generation)} {view.text(generation)}", flush=True)
-
-    loop.on_token, loop.on_finished = on_token, on_finished
-    yield
-    print()
-
-
 class _View:
-    """The text of every request so far, and how to draw all of it."""
+    """The text of every request so far, shown as a live view on a terminal, as lines elsewhere."""
 
-    def __init__(self, loop: GenerationLoop, loaded: LoadedModel, max_tokens: int) -> None:
-        from kvpager.runner.tokenizer import TextStream
+    def __init__(self, engine: Engine, loaded: LoadedModel, max_tokens: int) -> None:
+        from kvpager.engine import GenerationParams
 
-        self._loop = loop
-        self._max_tokens = max_tokens
-        self._streams = {request_id: TextStream(loaded.tokenizer) for request_id in loop.generations}
-        self._texts = dict.fromkeys(loop.generations, "")
-        self._numbers = {request_id: number for number, request_id in enumerate(loop.generations, 1)}
+        self.params = GenerationParams(max_tokens=max_tokens)
+        self._engine = engine
+        self._tokenizer = loaded.tokenizer
+        self._generations: Sequence[Generation] = ()
+        self._streams: dict[int, TextStream] = {}
+        self._texts: dict[int, str] = {}
+        self._numbers: dict[int, int] = {}
+        self._live: Live | None = None
 
-    def push(self, generation: Generation, token_id: int) -> None:
-        """Adds a token to its request's text."""
-        self._texts[generation.request_id] += self._streams[generation.request_id].push(token_id)
+    def show(self, generations: Sequence[Generation]) -> None:
+        """Takes the requests."""
+        from kvpager.engine import TextStream
 
-    def label(self, generation: Generation) -> str:
-        """Returns the request's number and tenant."""
+        self._generations = generations
+        self._streams = {g.request_id: TextStream(self._tokenizer) for g in generations}
+        self._texts = {g.request_id: "" for g in generations}
+        self._numbers = {g.request_id: number for number, g in enumerate(generations, 1)}
+
+    @contextmanager
+    def display(self, console: Console) -> Iterator[None]:
+        """Shows the run while it lasts."""
+        if not console.is_terminal:
+            yield
+            print()
+            return
+        with Live(self._render(), console=console, refresh_per_second=12, transient=False) as self._live:
+            yield
+        self._live = None
+
+    def notify(self, generation: Generation) -> None:
+        """Shows what is new of a request."""
+        if generation.num_taken == 0 and generation.token_ids and self._live is None:
+            print(f"{self._label(generation)} starts after {generation.queue_wait:.2f} s", flush=True)
+        stream = self._streams[generation.request_id]
+        for token_id in generation.token_ids[generation.num_taken :]:
+            self._texts[generation.request_id] += stream.push(token_id)
+        generation.num_taken = len(generation.token_ids)
+        if self._live is not None:
+            self._live.update(self._render())
+        elif generation.has_ended:
+            print(f"{self._label(generation)} {self._text(generation)}", flush=True)
+
+    def _label(self, generation: Generation) -> str:
         return f"[{self._numbers[generation.request_id]} {generation.tenant}]"
 
-    def text(self, generation: Generation) -> str:
+    def _text(self, generation: Generation) -> str:
         """Returns the text so far, on one line."""
         return " ".join(self._texts[generation.request_id].split())
 
-    def render(self) -> Any:
+    def _render(self) -> Any:
         """Returns the view: one row for each request, and the pool below."""
         table = Table(box=None, pad_edge=False, expand=True)
         table.add_column("request", no_wrap=True)
         table.add_column("state", no_wrap=True)
         table.add_column("tokens", justify="right", no_wrap=True)
         table.add_column("answer", ratio=1)
-        for generation in self._loop.generations.values():
+        for generation in self._generations:
             table.add_row(
-                self.label(generation).strip("[]"),
+                self._label(generation).strip("[]"),
                 _state(generation),
-                f"{len(generation.token_ids)}/{self._max_tokens}",
-                Text(self.text(generation)),
+                f"{len(generation.token_ids)}/{self.params.max_tokens}",
+                Text(self._text(generation)),
             )
         return Group(table, self._pool_line())
 
     def _pool_line(self) -> Text:
-        stats, scheduler = self._loop.pool.stats(), self._loop.scheduler
+        stats, scheduler = self._engine.pool.stats(), self._engine.scheduler
         bar = _bar(((stats.held, "█"), (stats.reserved, "▒"), (stats.cached, "░")), stats.capacity)
         return Text(
             f"\n{scheduler.num_running} running, {scheduler.num_waiting} waiting   blocks {bar} "
@@ -206,7 +217,7 @@ class _View:
 
 
 def _state(generation: Generation) -> str:
-    if generation.account is not None:
+    if generation.has_ended:
         return "done"
     if generation.started_at is None:
         return "waiting"

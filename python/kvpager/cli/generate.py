@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ from kvpager._threads import configure_threads
 from kvpager.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvpager.runner.generate import Generation, GenerationLoop
+    from kvpager.engine import Engine, Generation
     from kvpager.runner.loading import LoadedModel
 
 __all__ = ["register"]
@@ -83,15 +84,25 @@ def _generate(
         typer.Option("--demo", help="Two tenants, eight chat prompts, a pool too small for all at once."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Generates text with a Llama-family model over paged KV memory."""
+) -> int:
+    """Generates text with a Llama-family model over paged KV memory.
+
+    Exit code 1 if the model failed, 130 after Ctrl-C, which prints what there is.
+    """
     configure_threads()
     if demo:
         from kvpager.cli.demo import run_demo
 
-        run_demo(model=model, blocks=blocks, block_size=block_size, max_tokens=max_tokens, as_json=as_json)
-        return
-    _run(
+        if prompt or prompt_ids or chat or system:
+            raise InvalidArgumentError(
+                "--demo has its own prompts: leave out --prompt, --prompt-ids, --chat, --system"
+            )
+        return run_demo(
+            model=model, blocks=blocks, block_size=block_size, max_tokens=max_tokens, as_json=as_json
+        )
+    if system is not None and not chat:
+        raise InvalidArgumentError("--system is the system message of the chat template: give --chat too")
+    return _run(
         _Options(
             model=model,
             prompts=prompt or [],
@@ -113,10 +124,9 @@ def _generate(
     )
 
 
-def _run(options: _Options) -> None:
-    from kvpager.runner.generate import GenerationLoop, LoopConfig
+def _run(options: _Options) -> int:
+    from kvpager.engine import GenerationParams, SamplingParams
     from kvpager.runner.loading import load_model
-    from kvpager.runner.sampling import SamplingParams
 
     seed = {} if options.seed is None else {"seed": options.seed}
     sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p, **seed)
@@ -126,31 +136,64 @@ def _run(options: _Options) -> None:
     loaded = load_model(options.model)
     load_time = time.perf_counter() - started
     prompts = [*_encode(loaded, options), *id_lists]
-    config = LoopConfig(
+    engine = _engine(loaded, prompts, options)
+    params = GenerationParams(max_tokens=options.max_tokens, sampling=sampling)
+    listener = _Printer(loaded) if len(prompts) == 1 and not options.as_json else None
+    generations = [
+        engine.submit(ids, params, tenant=sender, listener=listener)[0]
+        for sender, ids in zip(senders, prompts, strict=True)
+    ]
+    wall_time, code = run_engine(engine)
+    if options.as_json:
+        print(json.dumps(report(engine, generations, loaded, load_time=load_time, wall_time=wall_time)))
+    else:
+        _print_result(engine, generations, loaded)
+    return code or report_failures(generations)
+
+
+def run_engine(engine: Engine) -> tuple[float, int]:
+    """Runs everything; Ctrl-C ends what runs and keeps what there is.
+
+    Returns:
+        (seconds, exit code): 130 after Ctrl-C.
+    """
+    started, code = time.perf_counter(), 0
+    try:
+        engine.run()
+    except KeyboardInterrupt:
+        engine.close()
+        code = 130
+    return time.perf_counter() - started, code
+
+
+def report_failures(generations: Sequence[Generation]) -> int:
+    """Prints a line on stderr for the first request that failed; returns the exit code."""
+    failed = [generation for generation in generations if generation.error]
+    if not failed:
+        return 0
+    print(f"kvpager: {len(failed)} of {len(generations)} requests failed: {failed[0].error}", file=sys.stderr)
+    return 1
+
+
+def _engine(loaded: LoadedModel, prompts: list[list[int]], options: _Options) -> Engine:
+    from kvpager.engine import Engine, EngineConfig
+    from kvpager.runner import LlamaRunner
+
+    config = EngineConfig(
         num_blocks=options.blocks or _default_blocks(loaded, prompts, options),
         block_size=options.block_size,
         max_batch_tokens=options.max_batch_tokens,
         reuse=options.reuse,
     )
-    loop = GenerationLoop(loaded.model, config, fingerprint=loaded.fingerprint(block_size=options.block_size))
+    engine = Engine(
+        LlamaRunner(loaded.model),
+        config,
+        tokenizer=loaded.tokenizer,
+        fingerprint=loaded.fingerprint(block_size=options.block_size),
+    )
     for name in options.tenants:
-        loop.add_tenant(name)
-    for sender, ids in zip(senders, prompts, strict=True):
-        loop.submit(
-            sender,
-            ids,
-            max_tokens=options.max_tokens,
-            stop_token_ids=loaded.tokenizer.stop_token_ids,
-            sampling=sampling,
-        )
-    _stream_if_alone(loop, loaded, options)
-    started = time.perf_counter()
-    loop.run()
-    wall_time = time.perf_counter() - started
-    if options.as_json:
-        print(json.dumps(report(loop, loaded, load_time=load_time, wall_time=wall_time)))
-    else:
-        _print_result(loop, loaded)
+        engine.add_tenant(name)
+    return engine
 
 
 def _senders(options: _Options, num_prompts: int) -> list[str]:
@@ -201,7 +244,7 @@ def _encode(loaded: LoadedModel, options: _Options) -> list[list[int]]:
 
 
 def _default_blocks(loaded: LoadedModel, prompts: list[list[int]], options: _Options) -> int:
-    from kvpager.runner.generate import blocks_needed
+    from kvpager.engine import blocks_needed
 
     needs = [blocks_needed(len(ids), options.max_tokens, options.block_size) for ids in prompts]
     block_bytes = loaded.model.config.kv_bytes_per_token * options.block_size
@@ -209,49 +252,55 @@ def _default_blocks(loaded: LoadedModel, prompts: list[list[int]], options: _Opt
     return max(1, min(sum(needs), max(longest, _MAX_DEFAULT_POOL_BYTES // block_bytes)))
 
 
-def _stream_if_alone(loop: GenerationLoop, loaded: LoadedModel, options: _Options) -> None:
+class _Printer:
     """Prints the text of a single prompt as it comes."""
-    if options.as_json or len(loop.generations) != 1:
-        return
-    from kvpager.runner.tokenizer import TextStream
 
-    stream = TextStream(loaded.tokenizer)
+    def __init__(self, loaded: LoadedModel) -> None:
+        from kvpager.engine import TextStream
 
-    def show(_generation: Generation, token_id: int) -> None:
-        print(stream.push(token_id), end="", flush=True)
+        self._stream = TextStream(loaded.tokenizer)
 
-    def end(_generation: Generation) -> None:
-        print(stream.finish())
+    def notify(self, generation: Generation) -> None:
+        """Prints what is new."""
+        for token_id in generation.token_ids[generation.num_taken :]:
+            print(self._stream.push(token_id), end="", flush=True)
+        generation.num_taken = len(generation.token_ids)
+        if generation.has_ended:
+            print(self._stream.finish())
 
-    loop.on_token, loop.on_finished = show, end
 
-
-def _print_result(loop: GenerationLoop, loaded: LoadedModel) -> None:
+def _print_result(engine: Engine, generations: Sequence[Generation], loaded: LoadedModel) -> None:
     from kvpager.cli.tables import print_pool, print_requests
 
-    if len(loop.generations) > 1:
-        for number, generation in enumerate(loop.generations.values(), 1):
+    if len(generations) > 1:
+        for number, generation in enumerate(generations, 1):
             print(f"[{number}] {loaded.tokenizer.decode(generation.token_ids)}\n")
-    print_requests(loop, file=sys.stdout)
-    print_pool(loop, file=sys.stdout)
+    print_requests(generations, file=sys.stdout)
+    print_pool(engine, file=sys.stdout)
 
 
 def report(
-    loop: GenerationLoop, loaded: LoadedModel, *, load_time: float, wall_time: float
+    engine: Engine,
+    generations: Sequence[Generation],
+    loaded: LoadedModel,
+    *,
+    load_time: float,
+    wall_time: float,
 ) -> dict[str, Any]:
     """Returns the JSON object of the command.
 
     Args:
-        loop: after its run.
+        engine: after its run.
+        generations: what was submitted.
         loaded: for the text.
         load_time: seconds that loading the model took.
         wall_time: seconds of the run.
     """
-    stats = loop.pool.stats()
-    output_tokens = sum(len(generation.token_ids) for generation in loop.generations.values())
+    stats = engine.pool.stats()
+    output_tokens = sum(len(generation.token_ids) for generation in generations)
     return {
         "model": loaded.name,
-        "requests": [_report_request(generation, loaded) for generation in loop.generations.values()],
+        "requests": [_report_request(generation, loaded) for generation in generations],
         "pool": {
             "blocks": stats.capacity,
             "held": stats.held,
@@ -260,8 +309,8 @@ def report(
             "reserved": stats.reserved,
             "peak_held": stats.peak_held,
         },
-        "preemptions": loop.scheduler.stats().num_preemptions,
-        "steps": loop.scheduler.stats().steps,
+        "preemptions": engine.scheduler.stats().num_preemptions,
+        "steps": engine.scheduler.stats().steps,
         "load_time": load_time,
         "wall_time": wall_time,
         "output_tokens_per_second": output_tokens / wall_time if wall_time else 0.0,

@@ -8,19 +8,21 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from kvpager.runner.generate import GenerationLoop
+    from collections.abc import Sequence
+
+    from kvpager.engine import Engine, Generation
 
 __all__ = ["print_pool", "print_requests"]
 
 _COLUMNS = ("request", "tenant", "prompt", "cached", "output", "end", "steps", "queue wait")
 
 
-def print_requests(loop: GenerationLoop, *, file: TextIO) -> None:
+def print_requests(generations: Sequence[Generation], *, file: TextIO) -> None:
     """Prints one row for each request: tokens by where they came from, steps, and how long it waited."""
     table = Table(title="Requests", title_justify="left", caption_justify="left")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in ("tenant", "end") else "right")
-    for number, generation in enumerate(loop.generations.values(), 1):
+    for number, generation in enumerate(generations, 1):
         account = generation.account
         if account is None:
             continue
@@ -37,9 +39,9 @@ def print_requests(loop: GenerationLoop, *, file: TextIO) -> None:
     _console(file).print(table)
 
 
-def print_pool(loop: GenerationLoop, *, file: TextIO) -> None:
+def print_pool(engine: Engine, *, file: TextIO) -> None:
     """Prints the pool's blocks by state; a block that several sequences share counts once."""
-    pool, scheduler = loop.pool.stats(), loop.scheduler.stats()
+    pool, scheduler = engine.pool.stats(), engine.scheduler.stats()
     table = Table(
         title="Pool, in blocks (a shared block counts once)", title_justify="left", caption_justify="left"
     )

@@ -15,7 +15,7 @@ from kvpager.runner.chat import ChatTemplate
 from kvpager.runner.hf_directory import read_json
 from kvpager.runner.optional import import_optional
 
-__all__ = ["TextStream", "Tokenizer"]
+__all__ = ["Tokenizer"]
 
 _CONTROL_TOKEN = 3
 """GGUF token type of special tokens, which are matched as a whole before anything else."""
@@ -150,28 +150,6 @@ class Tokenizer:
             bos, eos = (_token_text(settings.get(f"{name}_token")) for name in ("bos", "eos"))
             template = ChatTemplate(source, bos_token=bos, eos_token=eos)
         return cls(backend, chat_template=template, stop_token_ids=_end_tokens(directory))
-
-
-class TextStream:
-    """Turns the ids of one growing answer into pieces of text that never split a character."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Starts with no ids."""
-        self._tokenizer = tokenizer
-        self._stream = tokenizer.new_decode_stream()
-        self._token_ids: list[int] = []
-        self._num_sent = 0
-
-    def push(self, token_id: int) -> str:
-        """Adds one id; returns the text that is complete now, often empty inside a multi-byte character."""
-        self._token_ids.append(token_id)
-        piece = self._stream(token_id)
-        self._num_sent += len(piece)
-        return piece
-
-    def finish(self) -> str:
-        """Returns what is left, with U+FFFD for an unfinished character."""
-        return self._tokenizer.decode(self._token_ids)[self._num_sent :]
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any]) -> Any:

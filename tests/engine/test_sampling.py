@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvpager.engine import SamplingParams, sample
 from kvpager.errors import InvalidArgumentError
-from kvpager.runner import SamplingParams, sample
 
 VOCABULARY = 5000
 

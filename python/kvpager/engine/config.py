@@ -1,0 +1,113 @@
+"""Sizes and policies of an engine, and the settings of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvpager.engine.sampling import SamplingParams
+from kvpager.errors import InvalidArgumentError
+
+__all__ = ["MAX_LOGPROBS", "MAX_SAMPLES", "EngineConfig", "GenerationParams", "blocks_needed"]
+
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes and policies.
+
+    Attributes:
+        num_blocks: blocks of the pool.
+        block_size: token positions in a block.
+        max_batch_tokens: tokens in a step, decodes and prefill chunks together.
+        max_running: sequences that run at once; at most `max_batch_tokens` are used.
+        max_waiting: requests that may wait; further ones are refused (`retryable`).
+        max_prefill_chunk: longest prefill chunk of one sequence in a step; None for the whole budget.
+        max_model_tokens: longest sequence; None for the runner's.
+        reuse: whether there is a prefix index.
+        policy: what must be promised before a request runs, see `Scheduler`.
+        eviction: which cached block goes first, see `PrefixIndex`.
+        max_accounts: tenants at most; the index's own accounts come on top.
+        max_buffered_tokens: tokens that a consumer may leave unread before its request is aborted.
+        max_failures: failed steps in a row after which the engine stops.
+
+    Raises:
+        InvalidArgumentError: values out of range that the parts below do not check themselves.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    max_batch_tokens: int = 512
+    max_running: int = 64
+    max_waiting: int = 1024
+    max_prefill_chunk: int | None = None
+    max_model_tokens: int | None = None
+    reuse: bool = True
+    policy: Literal["reserve", "watermark", "forecast"] = "reserve"
+    eviction: Literal["lru", "learned"] = "lru"
+    max_accounts: int = 64
+    max_buffered_tokens: int = 8192
+    max_failures: int = 3
+
+    def __post_init__(self) -> None:
+        if self.max_buffered_tokens < 1 or self.max_failures < 1:
+            raise InvalidArgumentError(
+                f"max_buffered_tokens is {self.max_buffered_tokens}, max_failures {self.max_failures}: "
+                "at least 1 is needed"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationParams:
+    """What is wanted of one request.
+
+    Attributes:
+        max_tokens: most tokens to generate.
+        min_tokens: tokens to generate before a stop token ends it.
+        n: samples of the prompt; each has the seed of `sampling` plus its index.
+        stop: texts that end it and are not part of the answer.
+        stop_token_ids: tokens that end it, besides the tokenizer's own.
+        ignore_eos: whether the tokenizer's end tokens are ordinary ones.
+        logprobs: alternatives listed for each token; 0 for the chosen one alone, None for none.
+        priority: lower runs first, inside the tenant.
+        reuse: whether it looks prefixes up and leaves its own in the index.
+        sampling: how tokens are chosen; greedy by default.
+
+    Raises:
+        InvalidArgumentError: values out of range; every problem is named in one message.
+    """
+
+    max_tokens: int = 64
+    min_tokens: int = 0
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    priority: int = 0
+    reuse: bool = True
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.max_tokens < 1:
+            problems.append(f"max_tokens is {self.max_tokens}, at least 1 is needed")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            problems.append(
+                f"min_tokens is {self.min_tokens}, from 0 to max_tokens {self.max_tokens} is needed"
+            )
+        if not 1 <= self.n <= MAX_SAMPLES:
+            problems.append(f"n is {self.n}, from 1 to {MAX_SAMPLES} is needed")
+        if "" in self.stop:
+            problems.append("stop has an empty text")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            problems.append(f"logprobs is {self.logprobs}, from 0 to {MAX_LOGPROBS} is needed")
+        if problems:
+            raise InvalidArgumentError("generation: " + "; ".join(problems))
+
+
+def blocks_needed(prompt_tokens: int, max_tokens: int, block_size: int) -> int:
+    """Returns the blocks of a request over its life: its last token is returned, never computed."""
+    return -(-(prompt_tokens + max_tokens - 1) // block_size)

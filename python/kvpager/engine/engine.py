@@ -1,0 +1,460 @@
+"""The synchronous engine: submit, step, run the model, sample, commit, deliver.
+
+`submit` and `abort` may be called from any thread. One thread calls `step` (or `run`, or `generate`, which
+step); `AsyncEngine` gives an engine a thread of its own. The order of a step is the order that every caller
+of the scheduler follows.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpager._core import Batch, BlockPool, Fingerprint, FinishedRequest, PrefixIndex, Scheduler, Tenant
+from kvpager.engine.config import EngineConfig, GenerationParams
+from kvpager.engine.counters import EngineSnapshot, TenantCounters
+from kvpager.engine.generation import Generation, Listener
+from kvpager.engine.model_runner import ModelRunner, RunnerLostError
+from kvpager.engine.output import GenerationOutput, OutputReader
+from kvpager.engine.rows import choose_tokens
+from kvpager.engine.text import TextTokenizer
+from kvpager.errors import InvalidArgumentError, RefusedError, WrongStateError
+
+__all__ = ["DEFAULT_TENANT", "Engine"]
+
+DEFAULT_TENANT = "default"
+_IntArray = npt.NDArray[np.int32]
+
+
+class Engine:
+    """A pool, an index, a scheduler and a model, driven one step at a time.
+
+    Attributes:
+        runner: the model.
+        config: sizes and policies.
+        tokenizer: for prompts and answers as text; None for an engine of token ids.
+        pool, index, scheduler: the parts; read their statistics, and leave `step` and `commit` to the engine.
+
+    Example:
+        >>> from kvpager.engine import EngineConfig, GenerationParams, NullRunner
+        >>> engine = Engine(NullRunner(), EngineConfig(num_blocks=64))
+        >>> [output.token_ids for output in engine.generate([5, 6, 7], GenerationParams(max_tokens=3))]
+        [[34], [35], [36]]
+        >>> engine.pool.stats().held
+        0
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        *,
+        tokenizer: TextTokenizer | None = None,
+        fingerprint: Fingerprint | None = None,
+    ) -> None:
+        """Makes the parts, and has the runner allocate its KV memory.
+
+        Args:
+            runner: computes batches.
+            config: sizes and policies.
+            tokenizer: for prompts and answers as text.
+            fingerprint: what must be equal for KV to be reusable; needed if an index outlives a model.
+
+        Raises:
+            InvalidArgumentError: sizes out of range, or more than there is memory for.
+        """
+        self.runner, self.config, self.tokenizer = runner, config, tokenizer
+        self.pool = BlockPool(config.num_blocks, max_accounts=config.max_accounts + 2)
+        self.index = (
+            PrefixIndex(self.pool, block_size=config.block_size, eviction=config.eviction)
+            if config.reuse
+            else None
+        )
+        self.scheduler = Scheduler(
+            self.pool,
+            self.index,
+            block_size=config.block_size,
+            max_batch_tokens=config.max_batch_tokens,
+            max_running=min(config.max_running, config.max_batch_tokens),
+            max_waiting=config.max_waiting,
+            max_model_tokens=min(config.max_model_tokens or runner.max_model_tokens, runner.max_model_tokens),
+            max_prefill_chunk=config.max_prefill_chunk,
+            policy=config.policy,
+        )
+        runner.allocate(num_blocks=config.num_blocks, block_size=config.block_size)
+        self._fingerprint = fingerprint
+        self._tenants: dict[str, Tenant] = {}
+        self._counters: dict[str, TenantCounters] = {}
+        self._live: dict[int, Generation] = {}
+        self._registering = threading.Lock()
+        self._pid = os.getpid()
+        self._state = "running"
+        self._reason: str | None = None
+        self._failures_in_a_row = 0
+        self._failed_steps = 0
+
+    # --- any thread -------------------------------------------------------------------------------------
+
+    def add_tenant(
+        self, name: str, *, guaranteed: int = 0, limit: int | None = None, weight: float = 1.0
+    ) -> None:
+        """Adds a tenant with its quota in blocks and its share of service.
+
+        Raises:
+            InvalidArgumentError: the name is taken, or the pool cannot give the quota.
+        """
+        self._tenants[name] = self.scheduler.add_tenant(
+            name, guaranteed=guaranteed, limit=limit, weight=weight, fingerprint=self._fingerprint
+        )
+        self._counters[name] = TenantCounters()
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Names of the tenants."""
+        return tuple(self._tenants)
+
+    @property
+    def state(self) -> str:
+        """`running`, `draining` (accepts nothing more), `stopped` or `failed`."""
+        return self._state
+
+    @property
+    def reason(self) -> str | None:
+        """Why it failed, or None."""
+        return self._reason
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def has_work(self) -> bool:
+        """Whether anything waits or runs, or an end has not been delivered yet."""
+        return self.scheduler.has_work()
+
+    def submit(
+        self,
+        prompt: str | Sequence[int] | npt.NDArray[np.integer[Any]],
+        params: GenerationParams | None = None,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        listener: Listener | None = None,
+    ) -> list[Generation]:
+        """Accepts a request; it runs in later steps. From any thread.
+
+        Args:
+            prompt: text, or [n] token ids.
+            params: what is wanted; greedy, 64 tokens, by default.
+            tenant: a name given to `add_tenant`. Without any tenant, `default` is added by the first request.
+            listener: told of new tokens and of the end.
+
+        Returns:
+            One generation for each of `params.n`.
+
+        Raises:
+            InvalidArgumentError: an unknown tenant, an empty prompt, ids outside the vocabulary, a text
+                without a tokenizer, logprobs that the runner cannot give.
+            RefusedError: it can never fit the pool, the tenant's limit or the model's positions; or too many
+                wait (`retryable`). Nothing was accepted.
+            WrongStateError: the engine is draining, has stopped, has failed, or is of another process.
+        """
+        params = params or GenerationParams()
+        self._check_open()
+        self._check_params(params)
+        handle = self._tenant(tenant)
+        ids = self._prompt_ids(prompt)
+        stop_ids = self._stop_token_ids(params)
+        generations: list[Generation] = []
+        try:
+            for index in range(params.n):
+                generations.append(self._submit_one(handle, ids, params, stop_ids, index, listener))
+        except RefusedError:
+            self._counters[tenant].refused += 1
+            for generation in generations:
+                self.abort(generation)
+            raise
+        return generations
+
+    def abort(self, generation: Generation) -> bool:
+        """Ends a request at the next step, which frees its blocks; False if it had ended. From any thread."""
+        generation.is_aborted = True
+        return not generation.has_ended and self.scheduler.abort(generation.request_id)
+
+    def snapshot(self) -> EngineSnapshot:
+        """Returns the counts of all parts, each of its own moment while the engine steps. From any thread."""
+        return EngineSnapshot(
+            state=self._state,
+            reason=self._reason,
+            pool=self.pool.stats(),
+            scheduler=self.scheduler.stats(),
+            accounts={
+                name: self.pool.account_stats(tenant.account) for name, tenant in list(self._tenants.items())
+            },
+            tenants=dict(self._counters),
+            failed_steps=self._failed_steps,
+        )
+
+    def stop_accepting(self) -> None:
+        """Refuses further requests; what was accepted goes on. From any thread."""
+        if self._state == "running":
+            self._state = "draining"
+
+    # --- the engine's thread ----------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Plans a batch, computes it, commits its tokens, and delivers them.
+
+        A step that the runner fails ends its requests with the reason; after `max_failures` in a row, or
+        `RunnerLostError`, the engine has failed and ends everything.
+
+        Returns:
+            Whether it got anything done; if not, everything waits for blocks that others hold.
+
+        Raises:
+            WrongStateError: another thread is in it.
+            BaseException: what is no `Exception` (an interrupt) goes on to the caller, after the step was
+                given up; its sequences continue in a later step.
+        """
+        batch = self.scheduler.step()
+        if batch.num_tokens == 0:
+            outcome = self.scheduler.commit(batch.step_id, np.zeros(batch.num_sequences + 1, np.int32), [])
+            self._close([*batch.finished, *outcome.finished])
+            return bool(batch.finished or outcome.finished)
+        try:
+            token_start, tokens, sampled = self._compute(batch)
+        except Exception as error:
+            self._step_failed(batch, error)
+            return True
+        except BaseException:
+            self._close([*batch.finished, *self.scheduler.abandon(batch.step_id, "interrupted").finished])
+            raise
+        self._failures_in_a_row = 0
+        outcome = self.scheduler.commit(batch.step_id, token_start, tokens)
+        self._deliver(sampled, tokens.tolist())
+        self._close([*batch.finished, *outcome.finished])
+        return True
+
+    def run(self) -> None:
+        """Steps until every request has ended."""
+        while self.scheduler.has_work():
+            if not self.step():
+                time.sleep(0.001)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | npt.NDArray[np.integer[Any]],
+        params: GenerationParams | None = None,
+        *,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Iterator[GenerationOutput]:
+        """Submits a prompt and steps until it has ended; other requests move along.
+
+        Args:
+            prompt: text, or [n] token ids.
+            params: what is wanted.
+            tenant: a name given to `add_tenant`.
+
+        Yields:
+            New tokens and text as they come; the last output of each sample has its finish reason. Closing
+            the iterator ends the request.
+
+        Raises:
+            GenerationError: the request failed.
+            Exception: as for `submit`.
+        """
+        generations = self.submit(prompt, params, tenant=tenant)
+        readers = [OutputReader(self, generation) for generation in generations]
+        try:
+            while not all(reader.has_ended for reader in readers):
+                for reader in readers:
+                    if (output := reader.take()) is not None:
+                        yield output
+                if not all(reader.has_ended for reader in readers) and not self.step():
+                    time.sleep(0.001)
+        finally:
+            for reader in readers:
+                reader.close()
+
+    def close(self) -> None:
+        """Ends every request and gives its blocks back. Idempotent; in the engine's thread."""
+        if self._state in ("running", "draining"):
+            self._state = "stopped"
+        self._end_all()
+
+    # --- parts of the above -----------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._state != "running":
+            because = f": {self._reason}" if self._reason else ""
+            raise WrongStateError(f"the engine accepts no requests: it is {self._state}{because}")
+        if os.getpid() != self._pid:
+            raise WrongStateError(
+                f"the engine belongs to process {self._pid}, this is {os.getpid()}: make one after a fork"
+            )
+
+    def _check_params(self, params: GenerationParams) -> None:
+        if params.stop and self.tokenizer is None:
+            raise InvalidArgumentError("stop texts need an engine with a tokenizer: give stop_token_ids")
+        if params.logprobs is not None and not self.runner.gives_logits:
+            raise InvalidArgumentError("this model runner returns tokens, not logits: it has no logprobs")
+
+    def _tenant(self, name: str) -> Tenant:
+        if not self._tenants and name == DEFAULT_TENANT:
+            with self._registering:
+                if not self._tenants:
+                    self.add_tenant(name)
+        if (tenant := self._tenants.get(name)) is None:
+            raise InvalidArgumentError(
+                f"unknown tenant {name!r}: there are {', '.join(self._tenants) or 'none'}"
+            )
+        return tenant
+
+    def _prompt_ids(
+        self, prompt: str | Sequence[int] | npt.NDArray[np.integer[Any]]
+    ) -> npt.NDArray[np.uint32]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidArgumentError("a text prompt needs an engine with a tokenizer: give token ids")
+            prompt = self.tokenizer.encode(prompt)
+        ids = np.ascontiguousarray(prompt, dtype=np.int64)
+        vocab_size = self.runner.vocab_size
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
+            raise InvalidArgumentError(
+                f"token id {wrong} of the prompt is outside the vocabulary of {vocab_size}"
+            )
+        return ids.astype(np.uint32)
+
+    def _stop_token_ids(self, params: GenerationParams) -> list[int]:
+        own = () if self.tokenizer is None or params.ignore_eos else self.tokenizer.stop_token_ids
+        return [*own, *params.stop_token_ids]
+
+    def _submit_one(
+        self,
+        tenant: Tenant,
+        ids: npt.NDArray[np.uint32],
+        params: GenerationParams,
+        stop_token_ids: list[int],
+        index: int,
+        listener: Listener | None,
+    ) -> Generation:
+        submitted_at = time.perf_counter()
+        with self._registering:  # the engine's thread must not meet an id that is not in `_live` yet
+            request_id = self.scheduler.submit(
+                tenant,
+                ids,
+                max_tokens=params.max_tokens,
+                min_tokens=params.min_tokens,
+                stop_token_ids=stop_token_ids,
+                priority=params.priority,
+                reuse=params.reuse,
+            )
+            generation = Generation(
+                request_id,
+                tenant.name,
+                prompt_tokens=len(ids),
+                params=params,
+                sampling=params.sampling.for_sample(index),
+                submitted_at=submitted_at,
+                index=index,
+                listener=listener,
+            )
+            self._live[request_id] = generation
+            self._counters[tenant.name].submitted += 1
+        return generation
+
+    def _find(self, request_id: int) -> Generation:
+        found = self._live.get(request_id)
+        if found is None:
+            with self._registering:
+                found = self._live[request_id]
+        return found
+
+    def _compute(self, batch: Batch) -> tuple[_IntArray, _IntArray, list[Generation]]:
+        """Runs the model; returns `token_start` [S+1], the tokens [R], and whose they are."""
+        generations = [self._find(request_id) for request_id in batch.sequence_ids.tolist()]
+        self._note_started(batch, generations)
+        query_start = batch.query_start
+        owners = np.searchsorted(query_start, batch.sample_rows, side="right") - 1
+        token_start = np.zeros(len(query_start), np.int32)
+        token_start[1:] = np.cumsum(np.bincount(owners, minlength=batch.num_sequences))
+        sampled = [generations[owner] for owner in owners.tolist()]
+        tokens, broken = choose_tokens(self.runner.run(batch, sampled), sampled, self.runner.vocab_size)
+        for generation in broken:
+            generation.error = "the model gave logits that are not finite"
+            self.abort(generation)
+        return token_start, tokens, sampled
+
+    def _note_started(self, batch: Batch, generations: list[Generation]) -> None:
+        now = time.perf_counter()
+        for place, generation in enumerate(generations):
+            if generation.started_at is None:
+                generation.started_at = now
+                generation.cached_tokens = int(batch.positions[batch.query_start[place]])
+                self._counters[generation.tenant].note_started(generation)
+
+    def _deliver(self, sampled: list[Generation], tokens: list[int]) -> None:
+        now = time.perf_counter()
+        limit = self.config.max_buffered_tokens
+        for generation, token in zip(sampled, tokens, strict=True):
+            if generation.is_aborted:
+                continue
+            generation.token_ids.append(token)
+            generation.last_token_at = now
+            if generation.first_token_at is None:
+                generation.first_token_at = now
+            listener = generation.listener
+            if listener is not None:
+                listener.notify(generation)
+                if len(generation.token_ids) - generation.num_taken > limit:
+                    generation.error = f"its consumer left more than {limit} tokens unread"
+                    self.abort(generation)
+
+    def _close(self, finished: Sequence[FinishedRequest]) -> None:
+        now = time.perf_counter()
+        for account in finished:
+            generation = self._find(account.request_id)
+            if generation.error is None and account.reason == "error":
+                generation.error = account.detail
+            generation.account = account
+            generation.has_ended = True
+            self._counters[generation.tenant].note_ended(generation, account, now)
+            del self._live[account.request_id]
+            if generation.listener is not None:
+                generation.listener.notify(generation)
+
+    def _step_failed(self, batch: Batch, error: Exception) -> None:
+        self._failures_in_a_row += 1
+        self._failed_steps += 1
+        text = f"the model failed: {type(error).__name__}: {error}"
+        outcome = self.scheduler.abandon(batch.step_id, text, fail=True)
+        self._close([*batch.finished, *outcome.finished])
+        if isinstance(error, RunnerLostError) or self._failures_in_a_row >= self.config.max_failures:
+            self.fail(f"{text} ({self._failures_in_a_row} steps in a row)")
+
+    def fail(self, reason: str) -> None:
+        """Ends the engine: everything in flight ends with the reason, nothing more is accepted."""
+        self._state, self._reason = "failed", reason
+        for generation in list(self._live.values()):
+            generation.error = generation.error or reason
+        try:
+            self._end_all()
+        finally:  # should a part be unusable, its consumers must not wait for ever
+            for generation in self._live.values():
+                generation.has_ended = True
+                if generation.listener is not None:
+                    generation.listener.notify(generation)
+
+    def _end_all(self) -> None:
+        for generation in list(self._live.values()):
+            self.abort(generation)
+        while self.scheduler.has_work():
+            batch = self.scheduler.step()
+            outcome = self.scheduler.abandon(batch.step_id, "the engine ended")
+            self._close([*batch.finished, *outcome.finished])

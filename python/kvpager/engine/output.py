@@ -1,0 +1,143 @@
+"""What a consumer gets of a generation, and the reader that turns its tokens into that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+from kvpager.engine.text import StopFinder, TextStream
+from kvpager.errors import GenerationError
+
+if TYPE_CHECKING:
+    from kvpager.engine.engine import Engine
+    from kvpager.engine.generation import Generation, TokenLogprobs
+
+__all__ = ["FinishReason", "GenerationOutput", "OutputReader"]
+
+FinishReason = Literal["stop", "length", "aborted"]
+
+
+@dataclass(slots=True)
+class GenerationOutput:
+    """What is new of one sample since its last output.
+
+    Attributes:
+        index: the sample.
+        text: whole characters that are certainly no part of a stop text; empty without a tokenizer.
+        token_ids: the new tokens.
+        logprobs: one for each new token, if they were asked for.
+        finish_reason: `stop`, `length` or `aborted` in the last output of a sample, else None.
+        stop_text: the stop text that ended it, if one did.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None = None
+    stop_text: str | None = None
+
+
+class OutputReader:
+    """Reads one generation in its consumer's thread: new tokens, their text, stop texts, the end.
+
+    Attributes:
+        has_ended: whether the last output was taken.
+        num_tokens: tokens taken.
+    """
+
+    __slots__ = ("_engine", "_finder", "_stream", "generation", "has_ended", "num_tokens")
+
+    def __init__(self, engine: Engine, generation: Generation) -> None:
+        """Starts before the first token."""
+        self._engine = engine
+        self._stream = None if engine.tokenizer is None else TextStream(engine.tokenizer)
+        self._finder = StopFinder(generation.params.stop) if generation.params.stop else None
+        self.generation = generation
+        self.has_ended = False
+        self.num_tokens = 0
+
+    def take(self) -> GenerationOutput | None:
+        """Returns what is new, or None.
+
+        Raises:
+            GenerationError: it failed; what came before was returned by earlier calls.
+        """
+        generation = self.generation
+        if self.has_ended:
+            return None
+        is_last = generation.has_ended  # read before the tokens: after it, none come
+        token_ids = generation.token_ids[self.num_tokens :]
+        if not is_last and not token_ids:
+            return None
+        reason = self._end_reason() if is_last else None
+        if not token_ids and reason == "error":
+            self._raise_failure()
+        output = self._output(token_ids)
+        if output.finish_reason is None and reason is not None and reason != "error":
+            self._finish(output, reason)
+        return output
+
+    def close(self) -> None:
+        """Ends the request if it has not ended."""
+        self.has_ended = True
+        if not self.generation.has_ended:
+            self._engine.abort(self.generation)
+
+    def _output(self, token_ids: list[int]) -> GenerationOutput:
+        generation, start = self.generation, self.num_tokens
+        text = ""
+        if self._stream is not None:
+            text, token_ids = self._read_text(self._stream, token_ids)
+        self.num_tokens += len(token_ids)
+        generation.num_taken = self.num_tokens
+        logprobs = (
+            None if generation.params.logprobs is None else generation.logprobs[start : self.num_tokens]
+        )
+        output = GenerationOutput(generation.index, text, token_ids, logprobs)
+        if self._finder is not None and self._finder.found is not None:
+            output.finish_reason, output.stop_text = "stop", self._finder.found
+            self.close()
+        return output
+
+    def _read_text(self, stream: TextStream, token_ids: list[int]) -> tuple[str, list[int]]:
+        """Returns the text, and the tokens up to the one that completed a stop text."""
+        finder = self._finder
+        if finder is None:
+            return "".join([stream.push(token_id) for token_id in token_ids]), token_ids
+        pieces = []
+        for place, token_id in enumerate(token_ids, 1):
+            pieces.append(finder.push(stream.push(token_id)))
+            if finder.found is not None:
+                return "".join(pieces), token_ids[:place]
+        return "".join(pieces), token_ids
+
+    def _finish(self, output: GenerationOutput, reason: FinishReason) -> None:
+        if self._stream is not None:
+            rest = self._stream.finish()
+            if self._finder is not None:
+                rest = self._finder.push(rest)
+                if self._finder.found is None:
+                    rest += self._finder.finish()
+                else:
+                    reason, output.stop_text = "stop", self._finder.found
+            output.text += rest
+        output.finish_reason = reason
+        self.has_ended = True
+
+    def _end_reason(self) -> FinishReason | Literal["error"]:
+        generation = self.generation
+        if generation.account is None or generation.error is not None:
+            return "error"
+        reason = generation.account.reason
+        return "error" if reason == "capacity" else reason
+
+    def _raise_failure(self) -> NoReturn:
+        generation, account = self.generation, self.generation.account
+        self.has_ended = True
+        reason = "error" if account is None else account.reason
+        raise GenerationError(
+            f"request {generation.request_id} ended after {len(generation.token_ids)} tokens: "
+            f"{generation.error or reason}",
+            reason=reason,
+        )

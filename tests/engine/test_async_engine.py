@@ -1,0 +1,304 @@
+"""The engine in its thread: streams of many loops, cancellation anywhere, slow consumers, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from synthetic import LetterTokenizer, ScriptRunner, idle
+
+from kvpager.engine import AsyncEngine, Engine, EngineConfig, GenerationParams, NullRunner
+from kvpager.errors import GenerationError, RefusedError, WrongStateError
+
+
+@pytest.fixture
+def served() -> Iterator[AsyncEngine]:
+    runner = NullRunner(step_time=0.0005)
+    engine = AsyncEngine(Engine(runner, EngineConfig(num_blocks=512, max_running=128)))
+    yield engine
+    engine.close()
+    assert idle(engine.engine)
+
+
+async def collect(engine: AsyncEngine, prompt: list[int], max_tokens: int) -> tuple[int, list[int]]:
+    stream = engine.generate(prompt, GenerationParams(max_tokens=max_tokens))
+    tokens = [token async for output in stream for token in output.token_ids]
+    return stream.generations[0].request_id, tokens
+
+
+async def wait_until_idle(engine: AsyncEngine) -> None:
+    deadline = time.perf_counter() + 20
+    while engine.engine.num_live or engine.engine.has_work():
+        assert time.perf_counter() < deadline
+        await asyncio.sleep(0.002)
+
+
+def check_tokens(request_id: int, tokens: list[int], count: int) -> None:
+    assert tokens == [NullRunner().token(request_id, place) for place in range(count)]
+
+
+def test_concurrent_streams_get_their_own_tokens(served: AsyncEngine) -> None:
+    async def main() -> None:
+        done = await asyncio.gather(*(collect(served, [i + 1] * 20, 20) for i in range(100)))
+        for request_id, tokens in done:
+            check_tokens(request_id, tokens, 20)
+
+    asyncio.run(main())
+
+
+def test_many_event_loops_share_one_engine(served: AsyncEngine) -> None:
+    failures: list[BaseException] = []
+
+    async def main(place: int) -> None:
+        for _ in range(5):
+            done = await asyncio.gather(*(collect(served, [place * 10 + i + 1] * 20, 9) for i in range(8)))
+            for request_id, tokens in done:
+                check_tokens(request_id, tokens, 9)
+
+    def thread(place: int) -> None:
+        try:
+            asyncio.run(main(place))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=thread, args=(place,)) for place in range(6)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failures
+
+
+def test_cancellation_at_any_await_frees_everything(served: AsyncEngine) -> None:
+    generator = random.Random(5)
+
+    async def consumer(seed: int) -> None:
+        stream = served.generate([seed % 5 + 1] * 30, GenerationParams(max_tokens=200, n=1 + seed % 2))
+        async for _ in stream:
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        tasks = []
+        for seed in range(200):
+            tasks.append(asyncio.create_task(consumer(seed)))
+            if generator.random() < 0.6:
+                await asyncio.sleep(generator.random() * 0.002)
+            if generator.random() < 0.9:
+                tasks[generator.randrange(len(tasks))].cancel()
+        for task in tasks:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(each is None or isinstance(each, asyncio.CancelledError) for each in done)
+        assert sum(each is not None for each in done) > 100
+        await wait_until_idle(served)
+        assert idle(served.engine)
+
+    asyncio.run(main())
+
+
+def test_dropped_stream_is_aborted(served: AsyncEngine) -> None:
+    async def main() -> None:
+        stream = served.generate([1] * 30, GenerationParams(max_tokens=5000))
+        await anext(stream)
+        (generation,) = stream.generations
+        del stream
+        gc.collect()
+        await wait_until_idle(served)
+        assert generation.account is not None
+        assert generation.account.reason == "aborted"
+        assert generation.account.output_tokens < 5000
+
+    asyncio.run(main())
+
+
+def test_waiting_task_that_only_the_loop_knows_survives_a_collection(served: AsyncEngine) -> None:
+    found: list[int] = []
+
+    async def consumer() -> None:
+        found.append(len((await collect(served, [1], 60))[1]))
+
+    async def main() -> None:
+        asyncio.create_task(consumer())  # noqa: RUF006
+        for _ in range(50):
+            await asyncio.sleep(0.002)
+            gc.collect()
+        await wait_until_idle(served)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert found == [60]
+
+
+def test_leaving_the_with_block_ends_the_request(served: AsyncEngine) -> None:
+    async def main() -> None:
+        async with served.generate([1] * 30, GenerationParams(max_tokens=5000)) as stream:
+            await anext(stream)
+        await wait_until_idle(served)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    asyncio.run(main())
+
+
+def test_slow_consumer_delays_nobody_and_gets_everything_at_once(served: AsyncEngine) -> None:
+    async def main() -> None:
+        slow = served.generate([1], GenerationParams(max_tokens=300))
+        await anext(slow)
+        for _ in range(5):
+            check_tokens(*await collect(served, [2], 50), 50)
+        await wait_until_idle(served)
+        outputs = [output async for output in slow]
+        assert len(outputs) == 1, "what was unread comes together"
+        assert sum(len(output.token_ids) for output in outputs) + 1 >= 299
+
+    asyncio.run(main())
+
+
+def test_consumer_that_leaves_too_much_unread_is_ended_with_the_reason() -> None:
+    engine = AsyncEngine(Engine(NullRunner(), EngineConfig(num_blocks=64, max_buffered_tokens=20)))
+
+    async def main() -> None:
+        stream = engine.generate([1], GenerationParams(max_tokens=500))
+        await wait_until_idle(engine)
+        with pytest.raises(GenerationError, match="left more than 20 tokens unread"):
+            async for _ in stream:
+                pass
+
+    asyncio.run(main())
+    engine.close()
+    assert idle(engine.engine)
+
+
+def test_loop_that_was_closed_under_its_streams_ends_them(served: AsyncEngine) -> None:
+    loop = asyncio.new_event_loop()
+    kept = []
+
+    async def main() -> None:
+        stream = served.generate([1], GenerationParams(max_tokens=5000))
+        kept.append(stream)
+        await anext(stream)
+
+    loop.run_until_complete(main())
+    loop.close()
+    asyncio.run(wait_until_idle(served))
+    assert kept[0].generations[0].account.reason == "aborted"  # type: ignore[union-attr]
+
+
+def test_stop_text_over_threads() -> None:
+    runner = ScriptRunner("answer END and more")
+    engine = AsyncEngine(Engine(runner, EngineConfig(num_blocks=64), tokenizer=LetterTokenizer()))
+
+    async def main() -> None:
+        params = GenerationParams(max_tokens=400, stop=("END",), ignore_eos=True)
+        stream = engine.generate("question", params)
+        outputs = [output async for output in stream]
+        assert "".join(output.text for output in outputs) == "answer "
+        assert outputs[-1].finish_reason == "stop"
+        assert stream.output_tokens == len("answer END")
+        await wait_until_idle(engine)
+
+    asyncio.run(main())
+    engine.close()
+    assert idle(engine.engine)
+
+
+class FaultyRunner(NullRunner):
+    """Fails every step with an odd number."""
+
+    steps = 0
+
+    def run(self, batch, sampled, /):  # type: ignore[no-untyped-def]
+        self.steps += 1
+        if self.steps % 2:
+            raise RuntimeError(f"step {self.steps} failed")
+        return super().run(batch, sampled)
+
+
+def test_crashing_runner_fails_what_it_computed_and_goes_on() -> None:
+    engine = AsyncEngine(Engine(FaultyRunner(), EngineConfig(num_blocks=64)))
+
+    async def main() -> None:
+        with pytest.raises(GenerationError, match="step 1 failed") as failed:
+            await collect(engine, [1], 1)
+        assert failed.value.reason == "error"
+        check_tokens(*await collect(engine, [1], 1), 1)
+
+    asyncio.run(main())
+    assert engine.state == "running"
+    engine.close()
+    assert idle(engine.engine)
+
+
+def test_fault_of_the_engine_itself_ends_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = AsyncEngine(Engine(NullRunner(step_time=0.001), EngineConfig(num_blocks=2048)))
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def broken(*_: object) -> None:
+        raise AssertionError("a bug")
+
+    async def main() -> None:
+        stream = engine.generate([1], GenerationParams(max_tokens=5000))
+        await anext(stream)
+        monkeypatch.setattr(engine.engine, "_deliver", broken)
+        with pytest.raises(GenerationError, match="the engine's thread ended: AssertionError: a bug"):
+            async for _ in stream:
+                pass
+        with pytest.raises(WrongStateError, match="it is failed"):
+            engine.generate([1])
+
+    asyncio.run(main())
+    engine.close()
+    assert idle(engine.engine)
+
+
+def test_drain_lets_everything_end_and_accepts_nothing_more() -> None:
+    async def main() -> None:
+        async with AsyncEngine(Engine(NullRunner(step_time=0.001), EngineConfig(num_blocks=2048))) as engine:
+            task = asyncio.create_task(collect(engine, [1], 50))
+            await asyncio.sleep(0.01)
+            assert not await engine.drain(0.005)
+            with pytest.raises(WrongStateError, match="it is draining"):
+                engine.generate([1])
+            assert await engine.drain()
+            check_tokens(*await task, 50)
+        assert engine.state == "stopped"
+        assert idle(engine.engine)
+
+    asyncio.run(main())
+
+
+def test_shutdown_without_drain_tells_every_stream() -> None:
+    async def main() -> None:
+        engine = AsyncEngine(Engine(NullRunner(step_time=0.001), EngineConfig(num_blocks=2048)))
+        streams = [engine.generate([1], GenerationParams(max_tokens=5000)) for _ in range(4)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        await engine.shutdown()
+        for stream in streams:
+            outputs = [output async for output in stream]
+            assert outputs[-1].finish_reason == "aborted"
+        assert idle(engine.engine)
+
+    asyncio.run(main())
+
+
+def test_refusal_is_raised_at_the_call(served: AsyncEngine) -> None:
+    async def main() -> None:
+        with pytest.raises(RefusedError, match="need 626 blocks of 16 tokens; the pool has 512"):
+            served.generate([1] * 10000, GenerationParams(max_tokens=2))
+
+    asyncio.run(main())
+
+
+def test_close_is_idempotent_and_may_come_from_any_thread() -> None:
+    engine = AsyncEngine(Engine(NullRunner(), EngineConfig(num_blocks=64)))
+    threads = [threading.Thread(target=engine.close) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert engine.state == "stopped"
