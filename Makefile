@@ -22,7 +22,7 @@ $(VENV)/.base: pyproject.toml
 
 # The extension, optimised, with what the demo model needs. Python sources are used in place.
 $(VENV)/.built: $(VENV)/.base $(RUST_SOURCES) Cargo.toml Cargo.lock
-	VIRTUAL_ENV=$(abspath $(VENV)) PATH=$(abspath $(BIN)):$$PATH $(BIN)/maturin develop --release --quiet --extras model
+	VIRTUAL_ENV=$(abspath $(VENV)) PATH=$(abspath $(BIN)):$$PATH $(BIN)/maturin develop --release --quiet --extras model,serve
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.built

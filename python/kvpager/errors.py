@@ -103,11 +103,13 @@ class GenerationError(KvPagerError):
 
     Attributes:
         reason: `error`, `capacity` or `aborted`.
+        detail: why, without the request's number, which counts everybody's requests.
     """
 
-    def __init__(self, text: str, reason: str = "error") -> None:
+    def __init__(self, text: str, reason: str = "error", detail: str | None = None) -> None:
         super().__init__(text)
         self.reason = reason
+        self.detail = text if detail is None else detail
 
 
 class WrongStateError(KvPagerError, RuntimeError):

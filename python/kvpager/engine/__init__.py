@@ -9,6 +9,7 @@ from kvpager.engine.counters import EngineSnapshot, Histogram, TenantCounters
 from kvpager.engine.engine import DEFAULT_TENANT, Engine
 from kvpager.engine.generation import Generation, Listener, TokenLogprobs
 from kvpager.engine.model_runner import ModelRunner, NullRunner, RunnerLostError
+from kvpager.engine.null_text import ByteTokenizer
 from kvpager.engine.output import GenerationOutput
 from kvpager.engine.sampling import SamplingParams, sample
 from kvpager.engine.text import StopFinder, TextStream, TextTokenizer
@@ -16,6 +17,7 @@ from kvpager.engine.text import StopFinder, TextStream, TextTokenizer
 __all__ = [
     "DEFAULT_TENANT",
     "AsyncEngine",
+    "ByteTokenizer",
     "Engine",
     "EngineConfig",
     "EngineSnapshot",

@@ -73,6 +73,7 @@ class TenantCounters:
         ended: requests by reason.
         prompt_tokens, cached_tokens: of started requests, counted once each: looked up, and found.
         generation_tokens: tokens of ended requests.
+        ended_waiting: requests that ended before their first step.
         preemptions: of ended requests.
         queue_time: seconds from submission to the first step.
         time_to_first_token: seconds from submission.
@@ -120,6 +121,17 @@ class TenantCounters:
             self.time_to_first_token.observe(first - generation.submitted_at)
             if length > 1:
                 self.time_per_output_token.observe((last - first) / (length - 1))
+
+    def add(self, other: TenantCounters) -> None:
+        """Adds another tenant's counts."""
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, Histogram):
+                mine.add(theirs)
+            elif isinstance(mine, Counter):
+                mine.update(theirs)
+            else:
+                setattr(self, name, mine + theirs)
 
     @property
     def num_running(self) -> int:

@@ -39,6 +39,7 @@ class Engine:
         runner: the model.
         config: sizes and policies.
         tokenizer: for prompts and answers as text; None for an engine of token ids.
+        max_model_tokens: longest sequence, prompt and output together.
         pool, index, scheduler: the parts; read their statistics, and leave `step` and `commit` to the engine.
 
     Example:
@@ -76,6 +77,9 @@ class Engine:
             if config.reuse
             else None
         )
+        self.max_model_tokens = min(
+            config.max_model_tokens or runner.max_model_tokens, runner.max_model_tokens
+        )
         self.scheduler = Scheduler(
             self.pool,
             self.index,
@@ -83,7 +87,7 @@ class Engine:
             max_batch_tokens=config.max_batch_tokens,
             max_running=min(config.max_running, config.max_batch_tokens),
             max_waiting=config.max_waiting,
-            max_model_tokens=min(config.max_model_tokens or runner.max_model_tokens, runner.max_model_tokens),
+            max_model_tokens=self.max_model_tokens,
             max_prefill_chunk=config.max_prefill_chunk,
             policy=config.policy,
         )
@@ -102,9 +106,20 @@ class Engine:
     # --- any thread -------------------------------------------------------------------------------------
 
     def add_tenant(
-        self, name: str, *, guaranteed: int = 0, limit: int | None = None, weight: float = 1.0
+        self,
+        name: str,
+        *,
+        guaranteed: int = 0,
+        limit: int | None = None,
+        weight: float = 1.0,
     ) -> None:
-        """Adds a tenant with its quota in blocks and its share of service.
+        """Adds a tenant.
+
+        Args:
+            name: unique in the engine.
+            guaranteed: blocks that it gets whatever others do.
+            limit: most blocks that it may have; None for the pool's.
+            weight: share of service among tenants that wait.
 
         Raises:
             InvalidArgumentError: the name is taken, or the pool cannot give the quota.
@@ -199,6 +214,10 @@ class Engine:
             tenants=dict(self._counters),
             failed_steps=self._failed_steps,
         )
+
+    def counters(self, tenant: str) -> TenantCounters:
+        """The counts of one tenant, which go on changing. From any thread."""
+        return self._counters[tenant]
 
     def stop_accepting(self) -> None:
         """Refuses further requests; what was accepted goes on. From any thread."""

@@ -136,8 +136,8 @@ class OutputReader:
         generation, account = self.generation, self.generation.account
         self.has_ended = True
         reason = "error" if account is None else account.reason
+        detail = generation.error or f"it ended for {reason}"
+        count = len(generation.token_ids)
         raise GenerationError(
-            f"request {generation.request_id} ended after {len(generation.token_ids)} tokens: "
-            f"{generation.error or reason}",
-            reason=reason,
+            f"request {generation.request_id} ended after {count} tokens: {detail}", reason, detail
         )

@@ -1,0 +1,222 @@
+"""`kvpager serve`: an OpenAI-compatible server over paged KV memory."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from kvpager._threads import configure_threads
+from kvpager.cli.sizes import parse_bytes
+from kvpager.errors import InvalidArgumentError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from kvpager.engine import Engine
+    from kvpager.server import ServerSettings, TenantTable
+
+__all__ = ["register"]
+
+_NULL_MODEL = "null"
+_DEFAULT_MEMORY = "1GiB"
+_DEFAULT_NULL_BLOCKS = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    model: str
+    name: str | None
+    tenants: Path | None
+    blocks: int | None
+    memory: str
+    block_size: int
+    max_batch_tokens: int
+    max_running: int
+    max_waiting: int
+    policy: Literal["reserve", "watermark", "forecast"]
+    eviction: Literal["lru", "learned"]
+    default_max_tokens: int
+    max_body: str
+    step_time: float
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("serve")(_serve)
+
+
+def _serve(
+    model: Annotated[
+        str, typer.Option(help="'demo', a GGUF file, a model directory, or 'null' for synthetic tokens.")
+    ] = "demo",
+    name: Annotated[str | None, typer.Option(help="Name that clients give; by default the model's.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for clients; 0 takes a free one.")] = 8000,
+    operator_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port on 127.0.0.1 for /metrics and the page, without a key."),
+    ] = None,
+    tenants: Annotated[
+        Path | None, typer.Option(help="Who may ask, with keys and quotas.", metavar="FILE.toml")
+    ] = None,
+    new_key: Annotated[
+        bool, typer.Option("--new-key", help="Print a new API key and its hash for --tenants, and exit.")
+    ] = False,
+    blocks: Annotated[int | None, typer.Option(min=1, help="Blocks, instead of --memory.")] = None,
+    memory: Annotated[str, typer.Option(help="Bytes of KV memory.")] = _DEFAULT_MEMORY,
+    block_size: Annotated[int, typer.Option(min=1, help="Token positions in a block.")] = 16,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 512,
+    max_running: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 1024,
+    policy: Annotated[str, typer.Option(help="reserve, watermark or forecast.")] = "reserve",
+    eviction: Annotated[str, typer.Option(help="lru or learned.")] = "lru",
+    default_max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a chat answer that names no maximum.")
+    ] = 512,
+    max_body: Annotated[str, typer.Option(help="Longest request body.")] = "1MiB",
+    drain_timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds for running requests after SIGTERM or Ctrl-C.")
+    ] = 30.0,
+    step_time: Annotated[float, typer.Option(min=0.0, help="Seconds of a step of --model null.")] = 0.01,
+) -> None:
+    """Serves /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /metrics and a live page."""
+    configure_threads()
+    _import_server()
+    if new_key:
+        _print_new_key()
+        return
+    if policy not in ("reserve", "watermark", "forecast") or eviction not in ("lru", "learned"):
+        raise InvalidArgumentError(
+            f"--policy {policy!r} (reserve, watermark, forecast), --eviction {eviction!r} (lru, learned)"
+        )
+    options = _Options(
+        model=model,
+        name=name,
+        tenants=tenants,
+        blocks=blocks,
+        memory=memory,
+        block_size=block_size,
+        max_batch_tokens=max_batch_tokens,
+        max_running=max_running,
+        max_waiting=max_waiting,
+        policy=policy,  # type: ignore[arg-type]
+        eviction=eviction,  # type: ignore[arg-type]
+        default_max_tokens=default_max_tokens,
+        max_body=max_body,
+        step_time=step_time,
+    )
+    _run(options, host, port, operator_port, drain_timeout)
+
+
+def _import_server() -> None:
+    try:
+        import kvpager.server  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the server needs further packages ({error}): pip install 'kvpager[serve]'"
+        ) from error
+
+
+def _print_new_key() -> None:
+    from kvpager.server import hash_key
+    from kvpager.server import new_key as make
+
+    key = make()
+    print(f"key (give it to its owner, it is not kept): {key}")
+    print(f'line for the tenants file: key_hashes = ["{hash_key(key)}"]')
+
+
+def _run(options: _Options, host: str, port: int, operator_port: int | None, drain_timeout: float) -> None:
+    import uvloop
+
+    from kvpager.engine import AsyncEngine
+    from kvpager.server.running import Addresses, bind, serve
+
+    table, operator_key = _tenants(options.tenants, operator_port)
+    clients = bind(host, port)
+    operator = None if operator_port is None else bind("127.0.0.1", operator_port)
+    engine, settings = _engine(options, table)
+    _announce(settings, engine, clients.getsockname(), operator and operator.getsockname(), operator_key)
+    sys.setswitchinterval(0.001)  # a step's thread and the event loop take turns; 5 ms would be heard
+    addresses = Addresses(clients, operator)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(AsyncEngine(engine), settings, addresses, drain_timeout=drain_timeout))
+
+
+def _tenants(path: Path | None, operator_port: int | None) -> tuple[TenantTable, str | None]:
+    """Returns who may ask, and the operator's key if one had to be made."""
+    from kvpager.server import TenantTable, hash_key, new_key, read_tenants
+
+    if path is not None:
+        return read_tenants(path), None
+    if operator_port is not None:
+        return TenantTable.open(), None
+    key = new_key()
+    return TenantTable.open(operator_hashes=[hash_key(key)]), key
+
+
+def _engine(options: _Options, table: TenantTable) -> tuple[Engine, ServerSettings]:
+    from kvpager.engine import ByteTokenizer, Engine, EngineConfig, NullRunner
+    from kvpager.server import ServerSettings
+
+    fingerprint: Any = None
+    runner: Any
+    tokenizer: Any
+    if options.model == _NULL_MODEL:
+        runner, tokenizer, name = NullRunner(step_time=options.step_time), ByteTokenizer(), _NULL_MODEL
+        num_blocks = options.blocks or _DEFAULT_NULL_BLOCKS
+    else:
+        from kvpager.runner import LlamaRunner, load_model
+
+        print("Loading the model ...", file=sys.stderr, flush=True)
+        loaded = load_model(options.model)
+        runner, tokenizer, name = LlamaRunner(loaded.model), loaded.tokenizer, loaded.name
+        fingerprint = loaded.fingerprint(block_size=options.block_size)
+        block_bytes = loaded.model.config.kv_bytes_per_token * options.block_size
+        num_blocks = options.blocks or max(1, parse_bytes(options.memory, "--memory") // block_bytes)
+    config = EngineConfig(
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        max_batch_tokens=options.max_batch_tokens,
+        max_running=options.max_running,
+        max_waiting=options.max_waiting,
+        policy=options.policy,
+        eviction=options.eviction,
+        max_accounts=max(64, len(table.tenants)),
+    )
+    engine = Engine(runner, config, tokenizer=tokenizer, fingerprint=fingerprint)
+    for tenant, spec in table.tenants.items():
+        engine.add_tenant(tenant, guaranteed=spec.guaranteed, limit=spec.limit, weight=spec.weight)
+    settings = ServerSettings(
+        model_name=options.name or name,
+        tokenizer=tokenizer,
+        tenants=table,
+        max_body_bytes=parse_bytes(options.max_body, "--max-body"),
+        default_max_tokens=options.default_max_tokens,
+    )
+    return engine, settings
+
+
+def _announce(
+    settings: ServerSettings, engine: Engine, clients: Any, operator: Any, operator_key: str | None
+) -> None:
+    config = engine.config
+    lines = [
+        f"Serving {settings.model_name}: {config.num_blocks} blocks of {config.block_size} tokens, "
+        f"{len(engine.tenants)} tenant{'s' if len(engine.tenants) != 1 else ''}, policy {config.policy}",
+        f"API:  {_url(clients)}/v1",
+    ]
+    if operator is not None:
+        lines.append(f"Page: {_url(operator)}/    metrics: {_url(operator)}/metrics")
+    elif operator_key is not None:
+        lines.append(f"Page: {_url(clients)}/#key={operator_key}")
+        lines.append(f"Metrics: {_url(clients)}/metrics with the header Authorization: Bearer {operator_key}")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _url(address: Any) -> str:
+    host, port = address[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,199 @@
+"""Requests as OpenAI's clients write them. Unknown fields are ignored, wrong ones are named."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvpager.engine import GenerationParams, SamplingParams
+from kvpager.engine.config import MAX_LOGPROBS, MAX_SAMPLES
+from kvpager.errors import InvalidArgumentError
+from kvpager.server.errors import ApiError
+
+__all__ = ["ChatRequest", "CompletionRequest", "StreamOptions", "parse_request"]
+
+_MAX_STOPS = 16
+_R = TypeVar("_R", bound="_Request")
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StreamOptions(BaseModel):
+    """`stream_options` of a request."""
+
+    model_config = ConfigDict(extra="ignore")
+    include_usage: bool = False
+
+
+class _Request(BaseModel):
+    """What completions and chat have in common.
+
+    `top_k`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `priority` and `cache_salt` are not OpenAI's; other
+    servers read them under these names.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
+    temperature: float = Field(1.0, ge=0.0, le=2.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=-1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[_TokenId] = Field(default_factory=list)
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=128)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        """Takes null as not given, as clients mean it."""
+        if isinstance(values, dict):
+            return {name: value for name, value in values.items() if value is not None}
+        return values
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> Self:
+        unsupported = {
+            "presence_penalty": self.presence_penalty != 0.0,
+            "frequency_penalty": self.frequency_penalty != 0.0,
+            "repetition_penalty": self.repetition_penalty != 1.0,
+            "logit_bias": bool(self.logit_bias),
+        }
+        for name, is_used in unsupported.items():
+            if is_used:
+                raise ValueError(f"{name} is not supported: leave it out")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        if isinstance(self.stop, list) and len(self.stop) > _MAX_STOPS:
+            raise ValueError(f"stop has {len(self.stop)} texts, at most {_MAX_STOPS} are allowed")
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def to_params(self, max_tokens: int, logprobs: int | None) -> GenerationParams:
+        """The engine's settings.
+
+        Raises:
+            InvalidArgumentError: values that do not go together.
+        """
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        seed = {} if self.seed is None else {"seed": self.seed % 2**64}
+        return GenerationParams(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            n=self.n,
+            stop=tuple(stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+            priority=self.priority,
+            reuse=self.cache_salt is None,
+            sampling=SamplingParams(
+                temperature=self.temperature, top_k=max(0, self.top_k), top_p=self.top_p, **seed
+            ),
+        )
+
+
+class CompletionRequest(_Request):
+    """Body of `/v1/completions`."""
+
+    prompt: str | list[str] | list[_TokenId] | list[list[_TokenId]]
+    max_tokens: int = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+    suffix: str | None = None
+    best_of: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> Self:
+        if self.echo or self.suffix:
+            raise ValueError(f"{'echo' if self.echo else 'suffix'} is not supported: leave it out")
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError(f"best_of is {self.best_of} and n is {self.n}: only equal ones are supported")
+        if not self.prompt:
+            raise ValueError("prompt is empty")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one or several."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        return [prompt] if isinstance(prompt[0], int) else prompt
+
+
+class _TextPart(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="ignore")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_TextPart] | None = None
+
+    def to_dict(self) -> dict[str, str]:
+        """As chat templates take it."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(_Request):
+    """Body of `/v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    tools: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if self.tools:
+            raise ValueError("tools are not supported: leave them out")
+        if self.response_format and self.response_format.get("type", "text") != "text":
+            raise ValueError(
+                f"response_format {self.response_format.get('type')!r} is not supported: only 'text'"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+
+def parse_request(kind: type[_R], body: bytes) -> _R:
+    """Reads a request's body.
+
+    Raises:
+        ApiError: 400 that names the field and what is wrong with it.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        names = [str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-"))]
+        text = first["msg"].removeprefix("Value error, ")
+        param = names[0] if names and first["type"] != "json_invalid" else None
+        where = f"{'.'.join(names[:3])}: " if param else ""
+        raise ApiError(400, f"{where}{text}", param=param, code="invalid_value") from error
+    except InvalidArgumentError as error:
+        raise ApiError(400, str(error)) from error

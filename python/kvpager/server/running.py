@@ -1,0 +1,128 @@
+"""Running the applications under uvicorn: ports, signals, and a shutdown that drains first."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import uvicorn
+from fastapi import FastAPI
+
+from kvpager.engine import AsyncEngine
+from kvpager.errors import InvalidArgumentError
+from kvpager.server.app import create_app, create_operator_app
+from kvpager.server.limits import LimitedHttpProtocol
+from kvpager.server.settings import ServerSettings
+
+__all__ = ["Addresses", "bind", "serve"]
+
+_CLOSE_TIMEOUT = 5
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Listening sockets: for clients, and for the operator if there is a port for that."""
+
+    clients: socket.socket
+    operator: socket.socket | None = None
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to `serve`, which drains before it stops anything."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Captures none."""
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Binds a port; 0 takes a free one.
+
+    Raises:
+        InvalidArgumentError: the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise InvalidArgumentError(f"cannot listen on {host} port {port}: {error}") from error
+    return listening
+
+
+async def serve(
+    engine: AsyncEngine,
+    settings: ServerSettings,
+    addresses: Addresses,
+    *,
+    drain_timeout: float,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serves, then drains: `/ready` says 503, new requests get 503, running ones end.
+
+    Args:
+        engine: shut down at the end.
+        settings: what the server is told.
+        addresses: from `bind`; closed at the end.
+        drain_timeout: seconds after which running requests are ended.
+        stop: ends it when set. If not given, SIGINT or SIGTERM does, and a second one ends what runs at once.
+    """
+    servers = [_server(create_app(engine, settings))]
+    sockets = [addresses.clients]
+    if addresses.operator is not None:
+        servers.append(_server(create_operator_app(engine, settings)))
+        sockets.append(addresses.operator)
+    now = asyncio.Event()
+    if stop is None:
+        stop = _on_signals(now)
+    running = [
+        asyncio.create_task(server.serve([listening]))
+        for server, listening in zip(servers, sockets, strict=True)
+    ]
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([*running, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await _drain(engine, now, drain_timeout)
+    finally:
+        stopping.cancel()
+        await engine.shutdown()
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*running)
+
+
+def _on_signals(now: asyncio.Event) -> asyncio.Event:
+    """Returns an event that the first SIGINT or SIGTERM sets; the second one sets `now`."""
+    first = asyncio.Event()
+    for each in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(each, lambda: (now if first.is_set() else first).set())
+    return first
+
+
+async def _drain(engine: AsyncEngine, now: asyncio.Event, timeout: float) -> None:
+    drained = asyncio.create_task(engine.drain(timeout))
+    impatient = asyncio.create_task(now.wait())
+    await asyncio.wait([drained, impatient], return_when=asyncio.FIRST_COMPLETED)
+    drained.cancel()
+    impatient.cancel()
+
+
+def _server(app: FastAPI) -> _Server:
+    config = uvicorn.Config(
+        app,
+        http=LimitedHttpProtocol,
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=_CLOSE_TIMEOUT,
+    )
+    return _Server(config)

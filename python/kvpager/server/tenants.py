@@ -1,0 +1,152 @@
+"""Who may ask: API keys, and the tenant, quota and limits that belong to each.
+
+A tenant comes from the key alone, never from a field of the request. Keys are stored as digests, and a
+presented key is compared with every stored one in constant time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from kvpager.errors import InvalidArgumentError
+
+__all__ = ["ANONYMOUS", "TenantSpec", "TenantTable", "hash_key", "new_key", "read_tenants"]
+
+ANONYMOUS = "anonymous"
+_PREFIX = "sha256:"
+
+_KeyHash = Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
+_Blocks = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TenantSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an operator says of a tenant.
+
+    Attributes:
+        key_hashes: digests of its API keys, as `hash_key` gives them.
+        guaranteed: blocks that it gets whatever others do.
+        limit: most blocks that it may have; None for the pool's.
+        weight: share of service among tenants that wait.
+        max_requests: samples in flight, waiting ones included; further requests get 429.
+    """
+
+    key_hashes: tuple[_KeyHash, ...] = ()
+    guaranteed: _Blocks = 0
+    limit: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    max_requests: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+class _Operator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    key_hashes: tuple[_KeyHash, ...] = ()
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tenants: dict[str, TenantSpec] = {}
+    anonymous: TenantSpec | None = None
+    operator: _Operator = _Operator()
+
+
+@dataclass(frozen=True)
+class TenantTable:
+    """Tenants and the keys that name them.
+
+    Attributes:
+        tenants: by name; with the anonymous one, if it may ask.
+        operator_hashes: digests of the operator's keys.
+        is_open: whether any key, and none, is the anonymous tenant: a server without a tenants file.
+    """
+
+    tenants: dict[str, TenantSpec]
+    operator_hashes: tuple[str, ...] = ()
+    is_open: bool = False
+
+    @classmethod
+    def open(cls, *, operator_hashes: Sequence[str] = ()) -> TenantTable:
+        """One tenant, and everybody is it."""
+        return cls({ANONYMOUS: TenantSpec()}, tuple(operator_hashes), is_open=True)
+
+    def tenant_of(self, key: str | None) -> str | None:
+        """The tenant of an API key, or None. No key is the anonymous tenant, if there is one."""
+        if self.is_open or (key is None and ANONYMOUS in self.tenants):
+            return ANONYMOUS
+        if key is None:
+            return None
+        digest, found = hash_key(key), None
+        for name, tenant in self.tenants.items():
+            if _is_among(digest, tenant.key_hashes):
+                found = name  # and go on: the time must not tell which one it was
+        return found
+
+    def is_operator(self, key: str | None) -> bool:
+        """Whether a key is the operator's."""
+        return key is not None and _is_among(hash_key(key), self.operator_hashes)
+
+
+def hash_key(key: str) -> str:
+    """The digest of an API key as it stands in a tenants file: `sha256:` and 64 hexadecimal digits.
+
+    A plain digest is enough for keys of `new_key`, which nobody can guess; do not use shorter ones.
+    """
+    return _PREFIX + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def new_key() -> str:
+    """A new API key of 256 random bits."""
+    return "kvp-" + secrets.token_urlsafe(32)
+
+
+def read_tenants(path: Path) -> TenantTable:
+    """Reads a tenants file.
+
+    Raises:
+        InvalidArgumentError: it cannot be read, a field is unknown or wrong, a key belongs to two tenants.
+    """
+    try:
+        with path.open("rb") as file:
+            content = msgspec.convert(tomllib.load(file), _File)
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot read {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"{path} is no TOML file: {error}") from error
+    except msgspec.ValidationError as error:
+        raise InvalidArgumentError(f"{path}: {error}") from error
+    tenants = dict(content.tenants)
+    if ANONYMOUS in tenants:
+        raise InvalidArgumentError(f"{path}: the anonymous tenant has the table [anonymous]")
+    if content.anonymous is not None:
+        if content.anonymous.key_hashes:
+            raise InvalidArgumentError(f"{path}: [anonymous] has key_hashes: it is who brings no key")
+        tenants[ANONYMOUS] = content.anonymous
+    if not tenants:
+        raise InvalidArgumentError(f"{path} names no tenant: nobody could ask")
+    _check_keys(path, tenants, content.operator.key_hashes)
+    return TenantTable(tenants, content.operator.key_hashes)
+
+
+def _check_keys(path: Path, tenants: dict[str, TenantSpec], operator: Sequence[str]) -> None:
+    owners = dict.fromkeys(operator, "the operator")
+    for name, tenant in tenants.items():
+        if not tenant.key_hashes and name != ANONYMOUS:
+            raise InvalidArgumentError(f"{path}: tenant {name!r} has no key_hashes")
+        for digest in tenant.key_hashes:
+            if digest in owners:
+                raise InvalidArgumentError(f"{path}: {name!r} and {owners[digest]} have the same key")
+            owners[digest] = repr(name)
+
+
+def _is_among(digest: str, hashes: Sequence[str]) -> bool:
+    """Compares with every hash, whichever is equal."""
+    found = False
+    for each in hashes:
+        found |= hmac.compare_digest(digest, each)
+    return found

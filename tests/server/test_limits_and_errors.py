@@ -1,0 +1,259 @@
+"""What a client may not do, and that it learns it in the one error shape."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from http_server import ALICE, BOB, OPERATOR, Running, running_server, two_tenants
+
+from kvpager.errors import InvalidArgumentError
+from kvpager.server import hash_key, new_key, read_tenants
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return dict(error)
+
+
+WRONG: dict[str, tuple[str, Any, str | None, str]] = {
+    "no json": (CHAT, b"{nope", None, "Invalid JSON"),
+    "deep json": (CHAT, b'{"model":' + b"[" * 50_000 + b"]" * 50_000 + b"}", None, "recursion limit"),
+    "not an object": (CHAT, [1], None, "object"),
+    "no messages": (CHAT, {"model": "null"}, "messages", "Field required"),
+    "empty messages": (CHAT, {"model": "null", "messages": []}, "messages", "at least 1"),
+    "unknown role": (
+        CHAT,
+        {"model": "null", "messages": [{"role": "boss", "content": ""}]},
+        "messages",
+        "role",
+    ),
+    "an image": (
+        CHAT,
+        {"model": "null", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages",
+        "",
+    ),
+    "n": (CHAT, {"model": "null", "messages": HELLO, "n": 1000}, "n", "less than or equal to 128"),
+    "temperature": (CHAT, {"model": "null", "messages": HELLO, "temperature": -1}, "temperature", "0"),
+    "not a number": (CHAT, b'{"model":"null","messages":[],"temperature":NaN}', None, ""),
+    "tools": (CHAT, {"model": "null", "messages": HELLO, "tools": [{}]}, None, "tools are not supported"),
+    "format": (
+        CHAT,
+        {"model": "null", "messages": HELLO, "response_format": {"type": "json_object"}},
+        None,
+        "response_format 'json_object' is not supported",
+    ),
+    "penalty": (CHAT, {"model": "null", "messages": HELLO, "presence_penalty": 1}, None, "presence_penalty"),
+    "top logprobs": (CHAT, {"model": "null", "messages": HELLO, "top_logprobs": 2}, None, "needs logprobs"),
+    "logprobs of tokens": (CHAT, {"model": "null", "messages": HELLO, "logprobs": True}, None, "no logprobs"),
+    "stream options": (
+        CHAT,
+        {"model": "null", "messages": HELLO, "stream_options": {"include_usage": True}},
+        None,
+        "stream_options needs stream",
+    ),
+    "salt": (CHAT, {"model": "null", "messages": HELLO, "cache_salt": ""}, "cache_salt", "at least 1"),
+    "empty stop": (CHAT, {"model": "null", "messages": HELLO, "stop": [""]}, None, "stop has an empty text"),
+    "no prompt": ("/v1/completions", {"model": "null", "prompt": []}, None, "prompt is empty"),
+    "empty prompt": ("/v1/completions", {"model": "null", "prompt": ""}, None, "empty"),
+    "wrong id": ("/v1/completions", {"model": "null", "prompt": [32000]}, None, "outside the vocabulary"),
+    "echo": (
+        "/v1/completions",
+        {"model": "null", "prompt": "a", "echo": True},
+        None,
+        "echo is not supported",
+    ),
+    "best of": ("/v1/completions", {"model": "null", "prompt": "a", "best_of": 4}, None, "best_of is 4"),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "param", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_fields_are_400_and_named(
+    server: Running, path: str, body: Any, param: str | None, message: str
+) -> None:
+    error = error_of(server.post(path, body), 400)
+    assert error["type"] == "invalid_request_error"
+    assert message in error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_paths_and_methods_that_are_not_there_have_the_shape_too(server: Running) -> None:
+    error_of(server.get("/v1/nothing"), 404)
+    error_of(server.get(CHAT), 405)
+    error_of(server.get("/docs"), 404)
+
+
+@pytest.mark.parametrize("key", [None, "wrong", "key-of-alice ", "key-of-alicf", "ключ", "x" * 10_000])
+def test_without_a_known_key_everything_is_401(server: Running, key: str | None) -> None:
+    headers = {} if key is None else {"Authorization": b"Bearer " + key.encode()}
+    if key == "key-of-alice ":
+        headers = {"Authorization": b"Basic key-of-alice"}
+    for path in ("/v1/models", "/stats", "/metrics"):
+        response = httpx.get(server.url + path, headers=headers)
+        assert error_of(response, 401)["code"] == "invalid_api_key"
+    response = httpx.post(server.url + CHAT, headers=headers, json={"model": "null", "messages": HELLO})
+    error_of(response, 401)
+
+
+def test_anonymous_tenant_may_be_turned_on_and_a_wrong_key_is_not_anonymous() -> None:
+    with running_server(table=two_tenants(anonymous=True)) as server:
+        assert server.get("/v1/models", key=None).status_code == 200
+        assert server.get("/v1/models", key="wrong").status_code == 401
+        server.post("/v1/completions", {"model": "null", "prompt": "a"}, key=None)
+        assert server.engine.snapshot().tenants["anonymous"].submitted == 1
+
+
+def test_long_bodies_are_413_whether_their_length_is_told_or_not() -> None:
+    with running_server(settings={"max_body_bytes": 10_000}) as server:
+        body = {"model": "null", "messages": [{"role": "user", "content": "x" * 20_000}]}
+        assert "limit of 10000 bytes" in error_of(server.post(CHAT, body), 413)["message"]
+
+        def chunks() -> Any:
+            for _ in range(40):
+                yield b"x" * 1000
+
+        headers = {"Authorization": f"Bearer {ALICE}"}
+        error_of(httpx.post(server.url + CHAT, headers=headers, content=chunks()), 413)
+        assert server.get("/v1/models").status_code == 200
+
+
+def raw(server: Running, data: bytes) -> bytes:
+    port = int(server.url.rsplit(":", 1)[1])
+    received = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        try:
+            for start in range(0, len(data), 10_000):
+                connection.sendall(data[start : start + 10_000])
+            while piece := connection.recv(65536):
+                received += piece
+        except (ConnectionError, BrokenPipeError):
+            pass
+    return received
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["complete", "endless"])
+def test_long_headers_are_refused(server: Running, ends: bool) -> None:
+    size = 90_000 if ends else 1_000_000
+    data = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\nX-Long: " + b"x" * size
+    received = raw(server, data + b"\r\n\r\n" if ends else data)
+    assert received == b"" or received.startswith(b"HTTP/1.1 431")
+    assert server.get("/health").status_code == 200
+
+
+def test_rubbish_instead_of_http_is_400(server: Running) -> None:
+    assert raw(server, b"\x16\x03\x01 hello\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
+def test_tenant_sees_its_own_numbers_and_nothing_of_others() -> None:
+    with running_server() as server:
+        before = server.get("/stats").json()
+        for _ in range(3):
+            server.post("/v1/completions", {"model": "null", "prompt": "b" * 50, "max_tokens": 9}, key=BOB)
+        after = server.get("/stats").json()
+        assert {**before, "time": 0} == {**after, "time": 0}
+        assert after["tenants"] == []
+        server.post("/v1/completions", {"model": "null", "prompt": "a" * 50, "max_tokens": 9})
+        own = server.get("/stats").json()
+        assert (own["view"], own["requests"], own["generation_tokens"]) == ("tenant", 1, 9)
+        everything = server.get("/stats", key=OPERATOR).json()
+        assert (everything["view"], everything["requests"]) == ("operator", 4)
+        assert [tenant["name"] for tenant in everything["tenants"]] == ["alice", "bob"]
+        assert error_of(server.get("/metrics"), 401)["message"] == "/metrics needs the operator's key"
+
+
+def test_answers_carry_no_number_that_counts_others_requests() -> None:
+    with running_server() as server:
+        answers = [
+            server.post("/v1/completions", {"model": "null", "prompt": "a", "max_tokens": 1}).json()["id"]
+            for _ in range(2)
+        ]
+        assert answers[0] != answers[1]
+        assert all(len(answer) == len("cmpl-") + 32 for answer in answers)
+
+
+# --- the tenants file ---------------------------------------------------------------------------------------
+
+FILE = """
+[operator]
+key_hashes = ["{operator}"]
+
+[anonymous]
+limit = 10
+
+[tenants.alice]
+key_hashes = ["{alice}"]
+guaranteed = 4
+limit = 100
+weight = 2.0
+max_requests = 3
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    hashes = {"operator": hash_key(OPERATOR), "alice": hash_key(ALICE)}
+    path = tmp_path / "tenants.toml"
+    path.write_text(text.format(**hashes))
+    return path
+
+
+def test_tenants_file_maps_keys_to_quotas_and_holds_no_key(tmp_path: Path) -> None:
+    path = write(tmp_path, FILE)
+    table = read_tenants(path)
+    assert ALICE not in path.read_text()
+    assert (table.tenant_of(ALICE), table.tenant_of("x"), table.tenant_of(None)) == (
+        "alice",
+        None,
+        "anonymous",
+    )
+    assert table.is_operator(OPERATOR)
+    assert not table.is_operator(ALICE)
+    alice = table.tenants["alice"]
+    assert (alice.guaranteed, alice.limit, alice.weight, alice.max_requests) == (4, 100, 2.0, 3)
+
+
+BAD_FILES = {
+    "unknown field": ("[tenants.a]\nkey_hash = []", "unknown field `key_hash` - at `$.tenants[...]`"),
+    "key instead of its hash": ('[tenants.a]\nkey_hashes = ["secret"]', "matching regex"),
+    "no key": ("[tenants.a]\nlimit = 3", "tenant 'a' has no key_hashes"),
+    "key twice": (
+        '[tenants.a]\nkey_hashes=["{alice}"]\n[tenants.b]\nkey_hashes=["{alice}"]',
+        "'b' and 'a' have the same key",
+    ),
+    "operator's key": (
+        '[operator]\nkey_hashes=["{alice}"]\n[tenants.b]\nkey_hashes=["{alice}"]',
+        "'b' and the operator have the same key",
+    ),
+    "negative": ('[tenants.a]\nkey_hashes=["{alice}"]\nguaranteed = -1', ">= 0"),
+    "weight": ('[tenants.a]\nkey_hashes=["{alice}"]\nweight = 0', "> 0"),
+    "anonymous by name": ('[tenants.anonymous]\nkey_hashes=["{alice}"]', "has the table [anonymous]"),
+    "anonymous with a key": ('[anonymous]\nkey_hashes=["{alice}"]', "it is who brings no key"),
+    "nobody": ("", "names no tenant"),
+    "no toml": ("[tenants", "is no TOML file"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_FILES.values(), ids=BAD_FILES.keys())
+def test_bad_tenants_file_is_refused_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        read_tenants(write(tmp_path, text))
+    assert message in str(refused.value)
+    with pytest.raises(InvalidArgumentError, match="cannot read"):
+        read_tenants(tmp_path / "nowhere.toml")
+
+
+def test_new_keys_differ_and_are_long() -> None:
+    keys = {new_key() for _ in range(100)}
+    assert len(keys) == 100
+    assert all(len(key) > 40 for key in keys)
+    assert json.dumps(hash_key("a"))[1:8] == "sha256:"
