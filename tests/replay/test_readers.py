@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import random
+import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -88,9 +91,9 @@ def test_request_lists_of_benchmark_clients_are_read(tmp_path: Path) -> None:
 BAD_ROWS = [
     ("{", "truncated"),
     ('{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": [1]}', "invalid character"),
-    (ROW | {"input_length": -5}, "-5 tokens"),
+    (ROW | {"input_length": -5}, "prompt length is -5, expected 1 to 16777216 tokens"),
     (ROW | {"output_length": 0}, "output length is 0"),
-    (ROW | {"input_length": 2**40, "hash_ids": [1]}, "hash ids contradict"),
+    (ROW | {"input_length": 2**40, "hash_ids": [1]}, "prompt length is 1099511627776"),
     (ROW | {"output_length": 2**40}, "output length is 1099511627776"),
     (ROW | {"input_length": 1.5}, "Expected `int`"),
     (ROW | {"timestamp": -1}, "arrival time is -0.001"),
@@ -151,6 +154,126 @@ def test_bad_table_is_named_by_file_line_and_reason(
         whole(open_trace(str(path)))
     assert f"{path}: line {line}: " in str(caught.value)
     assert reason in str(caught.value)
+
+
+LINE = {"timestamp": 0, "prompt_len": 600, "output_len": 3}
+BAD_REQUESTS = [
+    ('{"timestamp": 0,', "truncated"),
+    ('{"timestamp": NaN, "prompt_len": 5, "output_len": 3}', "invalid character"),
+    ('{"timestamp": 1e999, "prompt_len": 5, "output_len": 3}', "out of range"),
+    ("[1, 2]", "expected a JSON object"),
+    (LINE | {"timestamp": -1}, "arrival time is -0.001"),
+    (LINE | {"timestamp": "noon"}, "'timestamp' is 'noon'"),
+    (LINE | {"prompt_len": -1}, "prompt length is -1"),
+    (LINE | {"output_len": 2**40}, "output length is 1099511627776"),
+    (LINE | {"output_len": 2.5}, "'output_len' is 2.5, expected a whole number"),
+    (LINE | {"delay": -4}, "think time is -0.004"),
+    (LINE | {"hash_ids": [9, 9]}, "hash id 9 follows id 9 here and the start before"),
+    (LINE | {"prompt_len": None, "prompt": "text"}, "the prompt is text"),
+    ({"timestamp": 0, "prompt_len": 4}, "no 'output_length'"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD_REQUESTS)
+def test_bad_request_line_is_named_by_file_line_and_reason(tmp_path: Path, row: Any, reason: str) -> None:
+    path = write_lines(tmp_path / "requests.jsonl", [LINE, row, LINE])
+    with pytest.raises(InvalidArgumentError) as caught:
+        whole(open_trace(str(path)))
+    assert str(caught.value).startswith(f"{path}: line 2: ")
+    assert reason in str(caught.value)
+    trace = open_trace(str(path), skip_bad=True)
+    assert len(whole(trace)) == 2
+    assert (trace.bad.count, trace.bad.first) == (1, str(caught.value))
+
+
+TURN = {"t": 9, "in": 200, "out": 5, "hash_ids": [1, 2, 4], "think_time": 2}
+BAD_TURNS = [
+    ({"in": -5}, "request 2: prompt length is -5"),
+    ({"in": 2**40}, "request 2: prompt length is 1099511627776"),
+    ({"think_time": -1}, "request 2: think time is -1.0"),
+    ({"think_time": float("nan")}, "invalid character"),
+    ({"t": -50}, "request 2: time goes back: "),
+    ({"hash_ids": [2, 1, 4]}, "request 2: hash id 2 follows the start here and id 1 before"),
+    ({"hash_ids": [-1, 1]}, "request 2: a hash id is negative"),
+    ({"in": "many"}, "Expected `int`, got `str`"),
+]
+
+
+@pytest.mark.parametrize(("turn", "reason"), BAD_TURNS)
+def test_bad_session_is_named_by_file_request_and_reason(
+    tmp_path: Path, turn: dict[str, Any], reason: str
+) -> None:
+    def write(name: str, second: dict[str, Any]) -> Path:
+        first = {"t": 0, "in": 200, "out": 5, "hash_ids": [1, 2, 3]}
+        path = tmp_path / name
+        path.write_text(json.dumps({"block_size": 64, "requests": [first, second]}))
+        return path
+
+    write("good.json", TURN)
+    bad = write("wrong.json", TURN | turn)
+    with pytest.raises(InvalidArgumentError) as caught:
+        whole(open_trace(str(tmp_path)))
+    assert str(caught.value).startswith(f"{tmp_path}: wrong.json: ")
+    assert reason in str(caught.value)
+    trace = open_trace(str(tmp_path), skip_bad=True)
+    assert len(whole(trace)) in (2, 3)
+    assert trace.bad.count == 1
+    with pytest.raises(InvalidArgumentError) as alone:
+        whole(open_trace(str(bad)))
+    assert str(alone.value).count("wrong.json") == 1, "the file is not said twice"
+
+
+@pytest.mark.parametrize(
+    ("table", "dataset", "reason"),
+    [
+        ("0,1\nlater,2", "{}", "trace.csv: line 2: 'later,2', expected a start and a rate"),
+        ("0,1\n600,nan", "{}", "trace.csv: line 2: window 600.0 with rate nan"),
+        ("0,-1", "{}", "trace.csv: line 1: window 0.0 with rate -1.0"),
+        ("0,1", "{-4: 1.0}", "dataset.json: input_tokens from -4 to -4, expected 0 to 16777216"),
+        ("0,1", f"{{{2**40}: 1.0}}", "dataset.json: input_tokens from 1099511627776"),
+        ("0,1", f"{{{2**70}: 1.0}}", "too large"),
+        ("0,1", "{4: -1.0}", "shares from -1.0 to -1.0 are no distribution"),
+        ("0,1", "{4: ", "was never closed"),
+    ],
+)
+def test_bad_client_is_named_by_file_line_and_reason(
+    tmp_path: Path, table: str, dataset: str, reason: str
+) -> None:
+    def write(number: int, table: str, lengths: str) -> None:
+        (tmp_path / f"chunk-{number}-trace.csv").write_text(table)
+        period = {"input_tokens": lengths, "output_tokens": "{5: 1.0}"}
+        (tmp_path / f"chunk-{number}-dataset.json").write_text(json.dumps({"0": period}))
+
+    write(1, "0,1", "{4: 1.0}")
+    write(2, table, dataset)
+    with pytest.raises(InvalidArgumentError) as caught:
+        whole(open_trace(str(tmp_path), requests=5))
+    assert str(caught.value).startswith(f"{tmp_path}: client 2: ")
+    assert reason in str(caught.value)
+    trace = open_trace(str(tmp_path), requests=5, skip_bad=True)
+    if dataset != "{}":
+        assert len(whole(trace)) == 5
+    assert trace.bad.count == 1
+
+
+def test_truncated_archive_is_refused_or_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    session = {"block_size": 64, "requests": [{"t": 0, "in": 200, "out": 5, "hash_ids": [1, 2, 3]}]}
+    whole_file = io.BytesIO()
+    with tarfile.open(fileobj=whole_file, mode="w:gz") as archive:
+        for number in range(300):
+            # Texts that do not compress to nothing, so that half of the bytes are about half of the members.
+            noise = random.Random(number).randbytes(200).hex()
+            content = json.dumps(session | {"id": noise}).encode()
+            entry = tarfile.TarInfo(f"{number:03}.json")
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    path = tmp_path / "sessions.tar.gz"
+    path.write_bytes(whole_file.getvalue()[: len(whole_file.getvalue()) // 2])
+    with pytest.raises(InvalidArgumentError, match=r"sessions.tar.gz: .*the archive is damaged"):
+        open_trace(str(path))
+    trace = open_trace(str(path), skip_bad=True)
+    assert 50 < len(whole(trace)) < 250
+    assert trace.bad.count >= 1
 
 
 def test_command_names_the_bad_line_and_exits_with_2(tmp_path: Path) -> None:

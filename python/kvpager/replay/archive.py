@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvpager.errors import InvalidArgumentError
+from kvpager.replay.columns import BadLines
 
 __all__ = ["members", "read_members"]
+
+DAMAGE = (EOFError, tarfile.TarError, zlib.error, lzma.LZMAError)
+"""How Python reports an archive that is cut off or wrong."""
 
 
 def is_archive(path: Path) -> bool:
@@ -18,19 +22,26 @@ def is_archive(path: Path) -> bool:
     return any(path.name.endswith(end) for end in (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2"))
 
 
-def members(path: Path) -> list[str]:
+def members(path: Path, bad: BadLines) -> list[str]:
     """Names of the files in a directory or archive, sorted.
 
     Raises:
         InvalidArgumentError: with the path and the reason.
     """
-    return [name for name, _ in read_members(path, lambda _: True, content=False)]
+    quiet = BadLines(path, skip=bad.skip)
+    return [name for name, _ in read_members(path, lambda _: True, quiet, content=False)]
 
 
 def read_members(
-    path: Path, wanted: Callable[[str], bool], *, content: bool = True
+    path: Path, wanted: Callable[[str], bool], bad: BadLines, *, content: bool = True
 ) -> Iterator[tuple[str, bytes]]:
     """Yields `(name, bytes)` of the wanted files of a directory or archive, sorted by name.
+
+    Args:
+        path: the directory or archive.
+        wanted: says which names.
+        bad: what to do with an archive that is damaged from some place on.
+        content: whether the bytes are read; else they are empty.
 
     Raises:
         InvalidArgumentError: with the path and the reason.
@@ -42,11 +53,33 @@ def read_members(
                     yield str(file.relative_to(path)), file.read_bytes() if content else b""
             return
         with tarfile.open(path) as archive:
-            for entry in sorted(archive.getmembers(), key=lambda entry: entry.name):
+            for entry in _entries(archive, bad):
                 if entry.isfile() and wanted(entry.name):
-                    member = archive.extractfile(entry) if content else None
-                    yield entry.name, b"" if member is None else member.read()
+                    data = _content(archive, entry, bad) if content else b""
+                    if data is not None:
+                        yield entry.name, data
     except OSError as error:
         raise InvalidArgumentError(f"{path}: {error.strerror or error}") from error
-    except (EOFError, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
+    except DAMAGE as error:
         raise InvalidArgumentError(f"{path}: {error}") from error
+
+
+def _entries(archive: tarfile.TarFile, bad: BadLines) -> list[tarfile.TarInfo]:
+    """What the archive has, by name, as far as it can be read."""
+    entries = []
+    try:
+        for entry in archive:
+            entries.append(entry)
+    except DAMAGE as error:
+        last = entries[-1].name if entries else "the start"
+        bad.report(f"after {last}", f"the archive is damaged: {error}")
+    return sorted(entries, key=lambda entry: entry.name)
+
+
+def _content(archive: tarfile.TarFile, entry: tarfile.TarInfo, bad: BadLines) -> bytes | None:
+    try:
+        member = archive.extractfile(entry)
+        return b"" if member is None else member.read()
+    except DAMAGE as error:
+        bad.report(entry.name, f"the archive is damaged: {error}")
+        return None

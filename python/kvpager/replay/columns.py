@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,12 +99,24 @@ class ColumnsBuilder:
         hash_block: prompt tokens that one hash id stands for; 0 if the trace has none.
         in_order: whether arrival times must not go back.
         block: requests in a block of columns.
+        every_block: whether each block of a prompt must have its id.
+        shown_id: an id as the file has it, for messages.
     """
 
-    def __init__(self, *, hash_block: int = 0, in_order: bool = True, block: int = 4096) -> None:
+    def __init__(
+        self,
+        *,
+        hash_block: int = 0,
+        in_order: bool = True,
+        block: int = 4096,
+        every_block: bool = False,
+        shown_id: Callable[[int], int] = int,
+    ) -> None:
         self._hash_block = hash_block
         self._in_order = in_order
         self._block = block
+        self._every_block = every_block
+        self._shown_id = shown_id
         self._columns = Columns()
         self._last_arrival = 0.0
         self._parents: dict[int, int] = {}
@@ -129,7 +141,7 @@ class ColumnsBuilder:
         self._check_times(arrival, think_time)
         _check_count("prompt", prompt_tokens)
         _check_count("output", output_tokens)
-        if hash_ids:
+        if hash_ids or self._every_block:
             self._check_ids(prompt_tokens, hash_ids)
         columns = self._columns
         columns.arrival.append(arrival)
@@ -153,7 +165,7 @@ class ColumnsBuilder:
     def _check_ids(self, prompt_tokens: int, hash_ids: Sequence[int]) -> None:
         """An id stands for a whole prefix, so it always follows the same id."""
         most = -(-prompt_tokens // self._hash_block)
-        if len(hash_ids) > most:
+        if len(hash_ids) > most or (self._every_block and len(hash_ids) < most):
             raise LineError(
                 f"{len(hash_ids)} hash ids contradict a prompt of {prompt_tokens} tokens: "
                 f"it has {most} blocks of {self._hash_block}"
@@ -172,14 +184,17 @@ class ColumnsBuilder:
                 known = new.setdefault(block, parent)
             if known != parent:
                 raise LineError(
-                    f"hash id {block} follows {_id(parent)} here and {_id(known)} before: "
-                    "an id stands for one whole prefix"
+                    f"hash id {self._shown_id(block)} follows {self._name(parent)} here and "
+                    f"{self._name(known)} before: an id stands for one whole prefix"
                 )
             parent = block
         if len(self._recent) >= MAX_RECENT:
             self._recent.clear()
         self._recent[hash_ids[0]] = hash_ids
         parents.update(new)
+
+    def _name(self, block: int) -> str:
+        return "the start" if block == -1 else f"id {self._shown_id(block)}"
 
     def full(self) -> Iterator[Columns]:
         """Yields a block if one is full."""
@@ -203,10 +218,6 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _id(block: int) -> str:
-    return "the start" if block == -1 else f"id {block}"
 
 
 def _check_count(name: str, count: int) -> None:

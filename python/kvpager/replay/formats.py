@@ -55,7 +55,7 @@ def open_trace(
     bad = BadLines(path, skip=skip_bad)
     if not path.exists():
         raise InvalidArgumentError(f"{path}: no such file or directory")
-    name = detect_format(path) if format_name == "auto" else format_name
+    name = detect_format(path, bad) if format_name == "auto" else format_name
     if name in ("mooncake", "sessions", "servegen"):
         _refuse_field(tenants, name)
     match name:
@@ -82,14 +82,18 @@ def _refuse_field(tenants: FieldRule | None, name: str) -> None:
         )
 
 
-def detect_format(path: Path) -> str:
+def detect_format(path: Path, bad: BadLines) -> str:
     """The format of a file by its name and its first line.
+
+    Args:
+        path: the file, directory or archive.
+        bad: what to do with a damaged archive.
 
     Raises:
         InvalidArgumentError: if it looks like none of them.
     """
     if path.is_dir() or is_archive(path):
-        return _detect_members(path)
+        return _detect_members(path, bad)
     if path.suffix == ".json":
         return "sessions"
     line = first_line(path)
@@ -105,8 +109,8 @@ def detect_format(path: Path) -> str:
     raise InvalidArgumentError(f"{path}: line 1: neither JSON nor CSV; name the format with --format")
 
 
-def _detect_members(path: Path) -> str:
-    names = members(path)
+def _detect_members(path: Path, bad: BadLines) -> str:
+    names = members(path, bad)
     if any(name.endswith("-dataset.json") for name in names):
         return "servegen"
     if any(name.endswith(".json") for name in names):

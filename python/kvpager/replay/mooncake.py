@@ -34,17 +34,11 @@ def read_mooncake(path: Path, bad: BadLines) -> Trace:
 
 
 def _requests(path: Path, bad: BadLines) -> Iterator[Columns]:
-    builder = ColumnsBuilder(hash_block=HASH_BLOCK)
+    builder = ColumnsBuilder(hash_block=HASH_BLOCK, every_block=True)
     decode = msgspec.json.Decoder(_Row).decode
     for number, line in numbered_lines(path, bad):
         try:
             row = decode(line)
-            blocks = -(-row.input_length // HASH_BLOCK)
-            if len(row.hash_ids) != blocks:
-                raise LineError(
-                    f"{len(row.hash_ids)} hash ids contradict a prompt of {row.input_length} tokens: "
-                    f"it has {blocks} blocks of {HASH_BLOCK}"
-                )
             builder.append(
                 arrival=row.timestamp / 1000,
                 prompt_tokens=row.input_length,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.replay.archive import read_members
-from kvpager.replay.columns import BadLines, Columns, ColumnsBuilder, LineError
+from kvpager.replay.columns import MAX_TOKENS, BadLines, Columns, ColumnsBuilder, LineError
 from kvpager.replay.trace import Trace
 
 __all__ = ["DEFAULT_REQUESTS", "read_servegen"]
@@ -73,7 +73,7 @@ def read_servegen(path: Path, bad: BadLines, *, seed: int = 0, requests: int | N
 
 def _clients(path: Path, bad: BadLines) -> list[_Client]:
     files: dict[int, dict[str, bytes]] = {}
-    for name, content in read_members(path, lambda name: _NAME.search(name) is not None):
+    for name, content in read_members(path, lambda name: _NAME.search(name) is not None, bad):
         match = _NAME.search(name)
         if match is not None:
             files.setdefault(int(match[1]), {})[match[2]] = content
@@ -81,7 +81,7 @@ def _clients(path: Path, bad: BadLines) -> list[_Client]:
     for number, parts in sorted(files.items()):
         try:
             client = _client(parts)
-        except (LineError, msgspec.DecodeError, ValueError, SyntaxError) as error:
+        except (LineError, msgspec.DecodeError, ValueError, SyntaxError, OverflowError) as error:
             bad.report(f"client {number}", str(error))
             continue
         if client.rates.sum() > 0:
@@ -94,10 +94,12 @@ def _client(parts: dict[str, bytes]) -> _Client:
         raise LineError(f"only {next(iter(parts))}: a client has a trace.csv and a dataset.json")
     starts, rates = [], []
     for number, line in enumerate(parts["trace.csv"].decode().splitlines(), start=1):
-        cells = line.split(",")
-        start, rate = float(cells[0]), float(cells[1])
+        try:
+            start, rate = (float(cell) for cell in line.split(",")[:2])
+        except ValueError:
+            raise LineError(f"trace.csv: line {number}: {line!r}, expected a start and a rate") from None
         if not (np.isfinite(start) and np.isfinite(rate) and rate >= 0):
-            raise LineError(f"trace.csv line {number}: window {start} with rate {rate}")
+            raise LineError(f"trace.csv: line {number}: window {start} with rate {rate}")
         starts.append(start)
         rates.append(rate)
     periods: dict[str, dict[str, Any]] = msgspec.json.decode(
@@ -120,8 +122,12 @@ def _lengths(period: dict[str, Any], name: str) -> _Lengths | None:
         return None
     values = np.array(list(table), dtype=np.int64)
     mass = np.array(list(table.values()), dtype=np.float64)
-    if values.min() < 0 or mass.min() < 0 or not np.isfinite(mass).all() or mass.sum() <= 0:
-        raise LineError(f"{name}: not a distribution of lengths")
+    if values.min() < 0 or values.max() > MAX_TOKENS:
+        raise LineError(
+            f"dataset.json: {name} from {values.min()} to {values.max()}, expected 0 to {MAX_TOKENS} tokens"
+        )
+    if mass.min() < 0 or not np.isfinite(mass).all() or mass.sum() <= 0:
+        raise LineError(f"dataset.json: {name}: shares from {mass.min()} to {mass.max()} are no distribution")
     return _Lengths(values, mass / mass.sum())
 
 

@@ -43,6 +43,7 @@ class _Turn(NamedTuple):
     arrival: float
     session: int
     place: int
+    file: str
     prompt_tokens: int
     output_tokens: int
     think_time: float
@@ -71,7 +72,7 @@ def read_sessions(path: Path, bad: BadLines, *, seed: int = 0) -> Trace:
             )
         start = float(draw.uniform(0, START_SPAN_HOURS * 3600))
         try:
-            _chains(session, session.requests, start, chains)
+            _chains(name, session, session.requests, start, chains)
         except (OverflowError, LineError) as error:
             bad.report(name, str(error))
     hash_block = next(iter(blocks), 64)
@@ -94,7 +95,7 @@ def _load(path: Path, bad: BadLines) -> Iterator[tuple[str, _Session]]:
     if path.suffix == ".json":
         files: Iterator[tuple[str, bytes]] = iter([(path.name, path.read_bytes())])
     else:
-        files = read_members(path, lambda name: name.endswith(".json"))
+        files = read_members(path, lambda name: name.endswith(".json"), bad)
     for name, content in files:
         try:
             session = decode(content)
@@ -105,14 +106,16 @@ def _load(path: Path, bad: BadLines) -> Iterator[tuple[str, _Session]]:
             bad.report(name, str(error))
 
 
-def _chains(session: _Session, requests: list[_Request], start: float, chains: list[list[_Turn]]) -> None:
+def _chains(
+    name: str, session: _Session, requests: list[_Request], start: float, chains: list[list[_Turn]]
+) -> None:
     """One chain for the requests, one for each sub-agent among them."""
     number = len(chains)
     chain: list[_Turn] = []
     chains.append(chain)
     for request in requests:
         if request.requests is not None:
-            _chains(session, request.requests, start + request.t, chains)
+            _chains(name, session, request.requests, start + request.t, chains)
             continue
         # Full blocks only: the number of ids is not always that of the blocks.
         ids = request.hash_ids[: max(0, request.input_tokens // session.block_size)]
@@ -124,6 +127,7 @@ def _chains(session: _Session, requests: list[_Request], start: float, chains: l
                 arrival=start + request.t,
                 session=number,
                 place=len(chain),
+                file=name,
                 prompt_tokens=request.input_tokens,
                 # The answer to a cut-off request is counted as one token.
                 output_tokens=1 if request.output_tokens == 0 else request.output_tokens,
@@ -134,7 +138,7 @@ def _chains(session: _Session, requests: list[_Request], start: float, chains: l
 
 
 def _requests(chains: list[list[_Turn]], hash_block: int, bad: BadLines) -> Iterator[Columns]:
-    builder = ColumnsBuilder(hash_block=hash_block, block=256)
+    builder = ColumnsBuilder(hash_block=hash_block, block=256, shown_id=lambda block: block & 0xFFFFFFFF)
     for turn in heapq.merge(*chains):
         try:
             builder.append(
@@ -146,6 +150,6 @@ def _requests(chains: list[list[_Turn]], hash_block: int, bad: BadLines) -> Iter
                 think_time=turn.think_time,
             )
         except LineError as error:
-            bad.report(f"session {turn.session + 1}, request {turn.place + 1}", str(error))
+            bad.report(turn.file, f"request {turn.place + 1}: {error}")
         yield from builder.full()
     yield from builder.rest()
