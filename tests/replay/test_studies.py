@@ -96,6 +96,37 @@ def test_light_tenant_is_not_kept_behind_the_backlog_of_a_heavy_one(tmp_path: Pa
     assert gaps["light"] < 2 * 16 * 150, "less than two batches of whole requests"
 
 
+def test_answers_to_overflow_in_the_same_burst() -> None:
+    options = ("--requests", 600, "--blocks", 4000, "--policy", "watermark", "--reuse", "off", "--no-oracle")
+    answers = ("recompute", "swap", "refuse")
+    found = runs("generate:burst", *options, "--overflow", ",".join(answers))
+    assert [run["overflow"] for run in found] == list(answers)
+    recompute, swap, refuse = found
+    ended = [run["finished"] + sum(run["ended_otherwise"].values()) for run in found]
+    assert ended == [600] * 3
+    assert len({(run["burst"]["from"], run["burst"]["arrivals"]) for run in found}) == 1, "the same burst"
+    assert recompute["burst"]["times_mean"] > 3
+    assert recompute["lost_tokens"] == recompute["recomputed_tokens"] > 0
+    assert (recompute["swapped_tokens"], refuse["swapped_tokens"], refuse["recomputed_tokens"]) == (0, 0, 0)
+    assert swap["swapped_tokens"] > 0
+    assert swap["lost_tokens"] == swap["recomputed_tokens"] < recompute["lost_tokens"] / 10
+    assert refuse["ended_otherwise"]["capacity"] > 0
+    assert refuse["lost_tokens"] > 0
+    gaps = [run["worst_token_gap"] for run in found]
+    assert gaps == sorted(gaps, reverse=True), "an ended request waits for nothing"
+    assert 0 < recompute["burst"]["lost_tokens"] <= recompute["lost_tokens"]
+    table = run_command("generate:burst", *options, "--overflow", "recompute,refuse").stdout
+    for text in ("answer to overflow", "the burst", "ended early", "lost tokens", "watermark, refuse"):
+        assert text in table
+
+
+def test_overflow_answers_are_checked() -> None:
+    for options in (("--overflow", "hope"), ("--overflow", "swap", "--host-blocks", 0)):
+        done = run_command("generate:chat", "--requests", 5, *options)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "overflow is" in done.stderr
+
+
 def test_burst_has_the_published_shape_of_the_trace(shared_dir: Path) -> None:
     """Dispersion and peak were found by an independent count of the file's arrivals in windows of 10 s."""
     trace = shared_dir / "traces" / "AzureLLMInferenceTrace_conv.csv.gz"

@@ -26,7 +26,7 @@ DEFAULT_POOL_TOKENS = 1_000_000
 _Trace = Annotated[
     str,
     typer.Argument(
-        metavar="TRACE", help="A file, directory or archive, or generate:chat|long-chat|reasoning|…"
+        metavar="TRACE", help="A file, directory or archive, or generate:chat|long-chat|reasoning|burst|…"
     ),
 ]
 
@@ -43,6 +43,18 @@ def replay(
         str, typer.Option(help="reserve, watermark, forecast; several with commas.")
     ] = "reserve",
     eviction: Annotated[str, typer.Option(help="lru, learned; several with commas.")] = "lru",
+    overflow: Annotated[
+        str,
+        typer.Option(help="When the pool is outgrown: auto, recompute, swap, refuse; several with commas."),
+    ] = "auto",
+    host_blocks: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=1 << 30,
+            help="Blocks of the host tier; default: for swap four times the pool's, else 0.",
+        ),
+    ] = None,
     block_size: Annotated[int, typer.Option(min=1, max=65536, help="Tokens of a block.")] = 16,
     blocks: Annotated[
         int | None, typer.Option(min=1, max=1 << 30, help="Blocks of the pool; default: a million tokens.")
@@ -119,9 +131,14 @@ def replay(
         raise InvalidArgumentError(f"--reuse is {reuse!r}, expected on or off")
     if (slo is None) != (find is None):
         raise InvalidArgumentError("--slo and --find go together: what must hold, and what to look for")
+    overflows = tuple(overflow.split(","))
+    pool_blocks = blocks or max(1, DEFAULT_POOL_TOKENS // block_size)
+    if host_blocks is None:
+        host_blocks = 4 * pool_blocks if "swap" in overflows else 0
     first = open_trace(trace, format_name=format_name, skip_bad=skip_bad, seed=seed, requests=requests)
     settings = RunSettings(
-        blocks=blocks or max(1, DEFAULT_POOL_TOKENS // block_size),
+        blocks=pool_blocks,
+        host_blocks=host_blocks,
         block_size=block_size,
         reuse=reuse == "on",
         arrivals=arrivals or ("recorded" if first.has_times else "saturate"),
@@ -141,6 +158,7 @@ def replay(
         settings=settings,
         policies=tuple(policy.split(",")),
         evictions=tuple(eviction.split(",")),
+        overflows=overflows,
         format_name=format_name,
         skip_bad=skip_bad,
         sequential=sequential,

@@ -27,7 +27,8 @@ def print_runs(runs: list[Run], trace: Trace, settings: RunSettings) -> None:
     """
     console = Console(highlight=False)
     # Numbers that are cut off say nothing: a narrow terminal wraps lines instead.
-    console.width = max(console.width, 100, 40 + 30 * len(runs))
+    overflows = len({run.get("overflow") for run in runs}) > 1
+    console.width = max(console.width, 150 if overflows else 100, 40 + 30 * len(runs))
     console.print(
         f"{escape(trace.name)} ({trace.format}): {settings.blocks:,} blocks of {settings.block_size} tokens, "
         f"arrivals {settings.arrivals}, reuse {'on' if settings.reuse else 'off'}"
@@ -53,6 +54,8 @@ def print_runs(runs: list[Run], trace: Trace, settings: RunSettings) -> None:
                 console.print(_burst_table(run))
             if len(run["tenants"]) > 1:
                 console.print(_tenant_table(run))
+    if overflows:
+        console.print(_overflow_table(runs))
     for run in runs:
         if run["interrupted"]:
             console.print("Interrupted: the figures are of what had run.")
@@ -78,7 +81,9 @@ def print_search(result: dict[str, Any]) -> None:
 
 
 def _title(run: Run) -> str:
-    return run["policy"] if run["eviction"] is None else f"{run['policy']}, {run['eviction']}"
+    overflow = run.get("overflow", "auto")
+    names = (run["policy"], run["eviction"], None if overflow == "auto" else overflow)
+    return ", ".join(name for name in names if name is not None)
 
 
 def _rate(hits: int, of: int) -> str:
@@ -143,6 +148,11 @@ _ROWS: list[_Row] = [
         "swapped tokens",
         lambda run: f"{run['swapped_tokens']:,} ({_rate(run['swapped_tokens'], run['prompt_tokens'])})",
     ),
+    (
+        "lost tokens",
+        lambda run: f"{run['lost_tokens']:,} ({_rate(run['lost_tokens'], run['prompt_tokens'])})",
+    ),
+    ("ended early", lambda run: f"{sum(run['ended_otherwise'].values()):,}"),
     ("worst token gap", lambda run: f"{run['worst_token_gap']:.3f} s"),
     ("virtual time", lambda run: f"{run['virtual_time']:,.1f} s"),
     ("against the oracle", _oracle),
@@ -174,6 +184,31 @@ def _latency_table(run: Run) -> Table:
             if values["count"]:
                 shown = (f"{values[key]:.4g}" for key in ("p50", "p90", "p99", "p999", "max"))
                 table.add_row(title, label, f"{values['count']:,}", *shown)
+    return table
+
+
+def _overflow_table(runs: list[Run]) -> Table:
+    """Answers to overflow side by side, in the busiest ten seconds (if arrivals were spread) and overall."""
+    table = Table(
+        *("answer to overflow", "of", "first token p50 / p99 / max, s", "worst gap p50 / p99 / max, s"),
+        *("taken back", "ended early", "lost tokens", "swapped tokens"),
+        box=None,
+    )
+    for run in runs:
+        for label, part in (("the burst", run["burst"]), ("the run", run)):
+            if part is None:
+                continue
+            early = part["ended_otherwise"]
+            table.add_row(
+                _title(run),
+                label,
+                _quantiles(part["latency"]["time_to_first_token"], "p50", "p99", "max"),
+                _quantiles(part["latency"]["worst_gap"], "p50", "p99", "max"),
+                f"{part['preempted_requests']:,}",
+                f"{early if isinstance(early, int) else sum(early.values()):,}",
+                f"{part['lost_tokens']:,}",
+                f"{run['swapped_tokens']:,}" if part is run else "",
+            )
     return table
 
 

@@ -33,15 +33,19 @@ From the traces Azure conversation 2023, Mooncake conversation, ServeGen DeepSee
 ServeGen m-small; `essays` are made up.
 """
 
-WORKLOADS: dict[str, tuple[tuple[str, float], ...]] = {
-    **{name: ((name, 1.0),) for name in LENGTHS},
-    "shift": (("chat", 0.5), ("reasoning", 0.5)),
-    "shock": (("short", 2000 / 3060), ("essays", 60 / 3060), ("short", 1000 / 3060)),
+_Phase = tuple[str, float, float]
+
+WORKLOADS: dict[str, tuple[_Phase, ...]] = {
+    **{name: ((name, 1.0, 1.0),) for name in LENGTHS},
+    "shift": (("chat", 0.5, 1.0), ("reasoning", 0.5, 1.0)),
+    "shock": (("short", 2000 / 3060, 1.0), ("essays", 60 / 3060, 1.0), ("short", 1000 / 3060, 1.0)),
+    "burst": (("reasoning", 0.4, 0.5), ("reasoning", 0.2, 10.0), ("reasoning", 0.4, 0.5)),
 }
-"""Phases of each workload: whose lengths, for which share of the requests.
+"""Phases of each workload: whose lengths, for which share of the requests, at how many times their rate.
 
 `shift` turns from chat to reasoning half way. `shock` teaches short outputs, then sends 60 of 3,060 requests
-with 8,000 to 16,000 output tokens, then short ones again.
+with 8,000 to 16,000 output tokens, then short ones again. `burst` is reasoning at half its rate, a fifth of
+the requests at ten times its rate, and the rest at half of it again.
 """
 
 BLOCK = 8192
@@ -66,25 +70,23 @@ def generate(name: str, *, requests: int = 10000, seed: int = 0) -> Trace:
         "generated",
         _requests(phases, requests, np.random.default_rng(seed)),
         BadLines(Path(name)),
-        max_output_tokens=16384 if {"reasoning", "essays"} & {phase for phase, _ in phases} else 4096,
+        max_output_tokens=16384 if {"reasoning", "essays"} & {phase for phase, _, _ in phases} else 4096,
         count=requests,
         notes=[f"lengths drawn from published quantiles, Poisson arrivals, seed {seed}"],
     )
 
 
-def _requests(
-    phases: tuple[tuple[str, float], ...], requests: int, draw: np.random.Generator
-) -> Iterator[Columns]:
+def _requests(phases: tuple[_Phase, ...], requests: int, draw: np.random.Generator) -> Iterator[Columns]:
     now = 0.0
     done = 0
     share_done = 0.0
-    for name, share in phases:
+    for name, share, factor in phases:
         share_done += share
         prompts, outputs, rate = LENGTHS[name]
         end = round(requests * share_done)
         while done < end:
             count = min(BLOCK, end - done)
-            arrival = now + np.cumsum(draw.exponential(1 / rate, count))
+            arrival = now + np.cumsum(draw.exponential(1 / (rate * factor), count))
             now = float(arrival[-1])
             done += count
             yield _columns(

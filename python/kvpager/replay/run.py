@@ -146,6 +146,8 @@ def run_replay(
         "trace": trace.name,
         "format": trace.format,
         "eviction": eviction if settings.reuse else None,
+        "overflow": settings.overflow,
+        "host_blocks": settings.host_blocks,
         "arrivals": settings.arrivals,
         "skipped_lines": trace.bad.count,
         "interrupted": not finished,
@@ -205,7 +207,15 @@ def run_sequential(
     counts = dict(replay.counts())
     hit_tokens = counts["hit_blocks"] * settings.block_size
     unused = dict.fromkeys(
-        ("preempted_requests", "recomputed_tokens", "swapped_tokens", "steps", "output_tokens"), 0
+        (
+            "preempted_requests",
+            "recomputed_tokens",
+            "swapped_tokens",
+            "lost_tokens",
+            "steps",
+            "output_tokens",
+        ),
+        0,
     )
     return unused | {
         "trace": trace.name,

@@ -89,8 +89,11 @@ def find(
     """
     if what not in ("blocks", "rate"):
         raise InvalidArgumentError(f"--find is {what!r}, expected blocks or rate")
-    if len(study.policies) * len(study.evictions) * len(study.short_by) != 1 or study.sequential:
-        raise InvalidArgumentError("--find needs one policy, one eviction policy and one device")
+    choices = (study.policies, study.evictions, study.overflows, study.short_by)
+    if any(len(choice) != 1 for choice in choices) or study.sequential:
+        raise InvalidArgumentError(
+            "--find needs one policy, one eviction policy, one overflow and one device"
+        )
     search = _Search(study, objectives, what, report)
     start = float(study.settings.blocks) if what == "blocks" else study.settings.rate
     found = search.smallest(start) if what == "blocks" else search.highest(start)

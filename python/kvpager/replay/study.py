@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from kvpager.errors import InvalidArgumentError
@@ -24,6 +26,8 @@ class Study:
         settings: what all runs have in common.
         policies: admission policies, each run with every eviction policy.
         evictions: eviction policies.
+        overflows: answers to overflow, each run with every pair of policies; a host tier serves `auto` and
+            `swap`.
         format_name: the trace's format, or `auto`.
         skip_bad: count bad lines and go on.
         sequential: index and pool alone.
@@ -37,6 +41,7 @@ class Study:
     settings: RunSettings
     policies: tuple[str, ...] = ("reserve",)
     evictions: tuple[str, ...] = ("lru",)
+    overflows: tuple[str, ...] = ("auto",)
     format_name: str = "auto"
     skip_bad: bool = False
     sequential: bool = False
@@ -97,18 +102,25 @@ class Study:
     def run_policies(self, report: Report | None) -> list[dict[str, Any]]:
         """Runs every policy on this study's device."""
         runs = []
-        for policy in ("sequential",) if self.sequential else self.policies:
-            for eviction in self.evictions:
-                if self.sequential:
-                    run = run_sequential(self.open(), self.settings, eviction=eviction, report=report)
-                else:
-                    run = run_replay(
-                        self.open(), self.settings, policy=policy, eviction=eviction, report=report
-                    )
-                runs.append(run)
-                if run["interrupted"]:
-                    return runs
+        for policy, eviction, overflow in self._combinations():
+            if self.sequential:
+                run = run_sequential(self.open(), self.settings, eviction=eviction, report=report)
+            else:
+                settings = replace(
+                    self.settings,
+                    overflow=overflow,
+                    host_blocks=self.settings.host_blocks if overflow in ("auto", "swap") else 0,
+                )
+                run = run_replay(self.open(), settings, policy=policy, eviction=eviction, report=report)
+            runs.append(run)
+            if run["interrupted"]:
+                return runs
         return runs
+
+    def _combinations(self) -> Iterator[tuple[str, str, str]]:
+        if self.sequential:
+            return product(("sequential",), self.evictions, ("auto",))
+        return product(self.policies, self.evictions, self.overflows)
 
     def add_oracle(self, runs: list[dict[str, Any]]) -> None:
         """Runs the clairvoyant schedule and adds it to each run."""

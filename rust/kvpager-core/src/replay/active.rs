@@ -18,6 +18,8 @@ pub(super) struct Active {
     /// When the step that first computed for it began.
     pub(super) started: Option<f64>,
     pub(super) sampled: u32,
+    /// Tokens that steps computed for it, again or for the first time.
+    pub(super) computed: u64,
     pub(super) first_token: f64,
     pub(super) last_token: f64,
     pub(super) worst_gap: f64,
@@ -35,10 +37,19 @@ impl Active {
             arrival: pending.arrival,
             started: None,
             sampled: 0,
+            computed: 0,
             first_token: 0.0,
             last_token: 0.0,
             worst_gap: 0.0,
         }
+    }
+
+    /// Tokens computed for nothing: more than its length needed, or all of them if it did not end as wanted.
+    pub(super) fn lost_tokens(&self, cached_tokens: u32, as_wanted: bool) -> u64 {
+        // The last sampled token is returned, never computed.
+        let needed = u64::from(self.prompt_tokens.saturating_sub(cached_tokens))
+            + u64::from(self.sampled.saturating_sub(1));
+        if as_wanted { self.computed.saturating_sub(needed) } else { self.computed }
     }
 
     /// Counts a token that came at `now`.

@@ -19,6 +19,7 @@ struct Window {
     finished: u64,
     ended_otherwise: u64,
     preempted: u64,
+    lost_tokens: u64,
     /// Most blocks held when one of its requests ended.
     peak_held: u64,
     latencies: Latencies,
@@ -33,6 +34,7 @@ impl Window {
             finished: 0,
             ended_otherwise: 0,
             preempted: 0,
+            lost_tokens: 0,
             peak_held: 0,
             latencies: Latencies::new(),
         }
@@ -96,10 +98,18 @@ impl Bursts {
         }
     }
 
-    /// Counts a request that ended while `held` blocks were held.
-    pub(super) fn end(&mut self, ended: &FinishedRequest, request: &Active, as_wanted: bool, held: u64) {
+    /// Counts a request that ended while `held` blocks were held; `lost` tokens were computed for nothing.
+    pub(super) fn end(
+        &mut self,
+        ended: &FinishedRequest,
+        request: &Active,
+        as_wanted: bool,
+        lost: u64,
+        held: u64,
+    ) {
         if let Some(window) = self.window(request.arrival) {
             window.peak_held = window.peak_held.max(held);
+            window.lost_tokens += lost;
             window.preempted += u64::from(ended.preemptions > 0);
             if as_wanted {
                 window.finished += 1;
@@ -132,6 +142,7 @@ impl Bursts {
             "refused": busiest.refused,
             "ended_otherwise": busiest.ended_otherwise,
             "preempted_requests": busiest.preempted,
+            "lost_tokens": busiest.lost_tokens,
             "peak_held": busiest.peak_held,
             "latency": busiest.latencies.report(),
         })

@@ -260,8 +260,9 @@ impl Replay {
                     active.started = Some(start);
                     self.waiting.leave(active.tenant);
                 }
-                let computed = arrays.query_start[row + 1] - arrays.query_start[row];
-                self.record.note_service(active.tenant, computed as u64);
+                let computed = (arrays.query_start[row + 1] - arrays.query_start[row]) as u64;
+                active.computed += computed;
+                self.record.note_service(active.tenant, computed);
                 let longest = active.prompt_tokens + active.max_tokens;
                 memory.contiguous_blocks += u64::from(longest.div_ceil(block_size));
                 if samples {

@@ -27,8 +27,8 @@ pub(super) struct Record {
     refused: BTreeMap<&'static str, u64>,
     ended_otherwise: BTreeMap<&'static str, u64>,
     cut_outputs: u64,
-    /// Tokens computed for requests that did not end as wanted.
-    abandoned_tokens: u64,
+    /// Tokens computed again, or for requests that did not end as wanted.
+    lost_tokens: u64,
     lookup_blocks: u64,
     hit_blocks: u64,
     prompt_tokens: u64,
@@ -67,7 +67,7 @@ impl Record {
             refused: BTreeMap::new(),
             ended_otherwise: BTreeMap::new(),
             cut_outputs: 0,
-            abandoned_tokens: 0,
+            lost_tokens: 0,
             lookup_blocks: 0,
             hit_blocks: 0,
             prompt_tokens: 0,
@@ -135,11 +135,11 @@ impl Record {
         held: u64,
     ) {
         let as_wanted = matches!(ended.reason, FinishReason::Stop | FinishReason::Length);
-        self.bursts.end(ended, request, as_wanted, held);
+        let lost = request.lost_tokens(ended.cached_tokens, as_wanted);
+        self.lost_tokens += lost;
+        self.bursts.end(ended, request, as_wanted, lost, held);
         if !as_wanted {
             *self.ended_otherwise.entry(ended.reason.name()).or_insert(0) += 1;
-            let computed = ended.prompt_tokens.saturating_sub(ended.cached_tokens);
-            self.abandoned_tokens += u64::from(computed) + u64::from(ended.output_tokens);
             return;
         }
         self.finished += 1;
@@ -233,7 +233,7 @@ impl Record {
             "preempted_requests": self.preempted_requests,
             "preemptions": scheduler.num_preemptions,
             "recomputed_tokens": scheduler.recomputed_tokens,
-            "lost_tokens": scheduler.recomputed_tokens + self.abandoned_tokens,
+            "lost_tokens": self.lost_tokens,
             "swapped_tokens": self.swapped_tokens,
             "steps": self.steps,
             "empty_steps": self.empty_steps,
