@@ -540,6 +540,20 @@ class NamespaceStats:
         """How often it was purged."""
 
 @final
+class SaltStats:
+    """Counts of the namespaces that clients' salts made."""
+
+    @property
+    def num_salted(self) -> int:
+        """There now, of the account."""
+    @property
+    def max_salted(self) -> int:
+        """Most that an account may have."""
+    @property
+    def num_reclaimed(self) -> int:
+        """Given to another salt so far, in the index."""
+
+@final
 class EventBatch:
     """Events of an index, oldest first, as arrays; E events with D digests and T tokens in all.
 
@@ -631,7 +645,7 @@ class PrefixIndex:
 
     @property
     def num_namespaces(self) -> int:
-        """How many namespaces have been interned."""
+        """How many namespaces there are."""
 
     @property
     def memory_bytes(self) -> int:
@@ -642,6 +656,10 @@ class PrefixIndex:
     ) -> int:
         """The number of (scope, fingerprint): equal for equal pairs, another one if any field differs.
 
+        Salts come from clients, so their namespaces are limited (`set_max_salts`): beyond the limit, the one of
+        the account that was used longest ago and is not in use is emptied for the new one, and its number is
+        refused from then on.
+
         Args:
             scope: who may share.
             fingerprint: what must be equal; `None` is the one in which nothing is stated.
@@ -650,6 +668,7 @@ class PrefixIndex:
 
         Raises:
             InvalidArgumentError: the namespace is charged to another account.
+            RefusedError: the account has its limit of salts, and they are in use. To be tried again.
         """
 
     def set_isolation(self, account: int, isolation: Literal["open", "scoped", "strict"]) -> None:
@@ -786,6 +805,12 @@ class PrefixIndex:
 
     def namespace_stats(self, namespace: int) -> NamespaceStats:
         """Counts of a namespace. Reads all of its nodes."""
+
+    def set_max_salts(self, max_salts: int) -> None:
+        """Sets how many namespaces of salts an account may have at once; 1,024 by default."""
+
+    def salt_stats(self, account: int) -> SaltStats:
+        """Counts of the namespaces that clients' salts made for an account."""
 
     def make_room(self, account: int, num_blocks: int) -> int:
         """Evicts a `strict` account's own cached blocks until `num_blocks` more are within its limit.

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from kvpager import BlockPool, Fingerprint, Match, PrefixIndex, ShareScope
-from kvpager.errors import InvalidArgumentError, OverQuotaError, WrongStateError
+from kvpager.errors import InvalidArgumentError, OverQuotaError, RefusedError, WrongStateError
 
 BLOCK_SIZE = 2
 
@@ -218,3 +218,24 @@ def test_a_dropped_match_of_a_chain_releases_every_part() -> None:
     del match
     gc.collect()
     assert [w.committed(i) for i in range(4)] == [0, 0, 0, 0]
+
+
+def test_a_clients_salts_are_limited_and_the_oldest_gives_way() -> None:
+    pool = BlockPool(32)
+    index = PrefixIndex(pool, block_size=BLOCK_SIZE)
+    account = pool.add_account()
+    index.set_max_salts(2)
+    spaces = []
+    for salt in range(20):
+        spaces.append(index.namespace(ShareScope.private("a", salt=bytes([salt])), account=account))
+        assert [index.insert_prefix(spaces[-1], whole(1, 2))[1] for _ in range(2)] == [0, 4]
+    stats = index.salt_stats(account)
+    assert (stats.num_salted, stats.max_salted, stats.num_reclaimed) == (2, 2, 18)
+    assert index.num_namespaces == 2
+    with pytest.raises(InvalidArgumentError, match="given to another one"):
+        index.peek_prefix(spaces[0], whole(1, 2))
+    kept = [index.root(space) for space in spaces[-2:]]
+    with pytest.raises(RefusedError) as error:
+        index.namespace(ShareScope.private("a", salt=b"more"), account=account)
+    assert error.value.retryable
+    del kept

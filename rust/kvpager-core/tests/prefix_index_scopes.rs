@@ -215,3 +215,49 @@ fn test_many_purges_leave_no_roots_behind() {
     assert_eq!(w.pool.stats().free, 8);
     w.check();
 }
+
+fn salted(w: &World, salt: u32) -> kvpager_core::Result<NamespaceId> {
+    let scope = ShareScope::Salted { tenant: "alice".into(), salt: salt.to_le_bytes().to_vec() };
+    w.index.namespace(&scope, &Fingerprint::default(), w.accounts[2])
+}
+
+#[test]
+fn test_namespaces_of_salts_are_counted_limited_and_reclaimed() {
+    let w = world(32);
+    w.index.set_max_salts(3);
+    let first = salted(&w, 0).unwrap();
+    w.run(first, &[1, 2]);
+    let before = w.index.num_namespaces();
+    for salt in 1..200 {
+        let id = salted(&w, salt).unwrap();
+        assert_eq!(salted(&w, salt).unwrap(), id);
+        assert_eq!(w.run(id, &[1, 2]), 0, "salt {salt} sees nothing of an earlier one");
+        assert_eq!(w.run(id, &[1, 2]), 2);
+    }
+    assert_eq!(w.index.num_namespaces(), before + 2);
+    let stats = w.index.salt_stats(w.accounts[2]);
+    assert_eq!((stats.num_salted, stats.max_salted, stats.num_reclaimed), (3, 3, 197));
+    // The number of the first one is nobody's now, though its place is another salt's.
+    let error = w.index.peek_prefix(first, &prompt(&[1, 2])).unwrap_err();
+    assert!(error.to_string().contains("given to another one"), "{error}");
+    assert!(w.index.match_prefix(first, &prompt(&[1, 2]), &mut Vec::new()).is_err());
+    assert_eq!(w.pool.account_stats(w.accounts[2]).unwrap().cached, 6);
+    w.index.clear();
+    assert_eq!(w.pool.stats().free, 32);
+    w.check();
+}
+
+#[test]
+fn test_a_salt_in_use_is_not_taken_away() {
+    let w = world(32);
+    w.index.set_max_salts(2);
+    let ids = [salted(&w, 0).unwrap(), salted(&w, 1).unwrap()];
+    let pins = ids.map(|id| w.index.root(id).unwrap());
+    let error = salted(&w, 2).unwrap_err();
+    assert!(matches!(error, Error::Refused { retryable: true, .. }), "{error}");
+    drop(pins);
+    let third = salted(&w, 2).unwrap();
+    assert!(w.index.root(ids[0]).is_err());
+    assert!(w.index.root(ids[1]).is_ok());
+    assert!(w.index.root(third).is_ok());
+}

@@ -20,6 +20,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<events::PyEventBatch>()?;
     module.add_class::<events::PySnapshot>()?;
     module.add_class::<stats::PyNamespaceStats>()?;
+    module.add_class::<stats::PySaltStats>()?;
     module.add_class::<PyFingerprint>()?;
     module.add_class::<identity::PyShareScope>()
 }

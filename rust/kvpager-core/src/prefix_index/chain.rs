@@ -94,15 +94,17 @@ impl PrefixIndex {
     pub fn chain(&self, namespaces: &[NamespaceId]) -> Result<ScopeChain> {
         let known: Vec<_> = namespaces.iter().map(|&id| self.namespaces.get(id)).collect::<Result<_>>()?;
         let Some(last) = known.last() else { return Err(Error::invalid("a chain needs a namespace")) };
-        if known.windows(2).any(|pair| rank(&pair[0].scope) >= rank(&pair[1].scope)) {
+        let ranks: Vec<u8> = known.iter().map(|namespace| rank(&namespace.names().scope)).collect();
+        if ranks.windows(2).any(|pair| pair[0] >= pair[1]) {
             return Err(Error::invalid("a chain goes from public to group to private, each at most once"));
         }
-        if last.is_public() {
+        if last.is_public {
             return Err(Error::invalid(
                 "a chain ends in a group or a private scope: only publish inserts publicly",
             ));
         }
-        if known.iter().any(|namespace| namespace.fingerprint != last.fingerprint) {
+        let fingerprint = last.names().fingerprint.clone();
+        if known.iter().any(|namespace| namespace.names().fingerprint != fingerprint) {
             return Err(Error::invalid("the namespaces of a chain have different fingerprints"));
         }
         Ok(ScopeChain { namespaces: namespaces.to_vec() })
@@ -118,7 +120,7 @@ impl PrefixIndex {
     }
 
     pub(super) fn check_public(&self, namespace: NamespaceId) -> Result<()> {
-        if self.namespaces.get(namespace)?.is_public() {
+        if self.namespaces.get(namespace)?.is_public {
             return Ok(());
         }
         Err(Error::invalid(format!("namespace {namespace} is not public")))
@@ -195,6 +197,7 @@ impl PrefixIndex {
     ) -> Result<Option<Continuation>> {
         let namespace = self.namespaces.get(id)?;
         let tree = namespace.read_tree();
+        self.check_same(id, namespace)?;
         let view = self.view();
         let own = tree.count_matched(&view, tree.root(), tokens);
         let mut best = Continuation { start: 0, key: None, end: own };

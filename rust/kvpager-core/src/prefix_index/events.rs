@@ -154,7 +154,7 @@ impl Events {
         if let Some(&last) = tree.node(node).blocks.last() {
             return self.digest(last);
         }
-        let seed = *blake3::keyed_hash(&self.config.key, &namespace.identity).as_bytes();
+        let seed = *blake3::keyed_hash(&self.config.key, &namespace.names().identity).as_bytes();
         if node == tree.root() {
             return seed;
         }

@@ -181,7 +181,7 @@ impl State {
     /// Takes up to `wanted` blocks that were released at `bound` or before.
     fn take(&mut self, index: &PrefixIndex, id: NamespaceId, wanted: usize, bound: u64) -> Look {
         let mut look = Look { num_blocks: 0, oldest: None, is_fenced: false };
-        let Ok(namespace) = index.namespaces.get(id) else { return look };
+        let Some((id, namespace)) = index.namespaces.at(id) else { return look };
         let mut tree = namespace.write_tree();
         let mut order = namespace.lock_order();
         self.taken.clear();

@@ -38,7 +38,7 @@ impl PrefixIndex {
         tokens: &[u32],
         blocks: &mut [BlockHandle],
     ) -> Result<Extended> {
-        if self.namespaces.get(pin.namespace)?.is_public() {
+        if self.namespaces.get(pin.namespace)?.is_public {
             return Err(Error::invalid("only publish inserts into a public scope"));
         }
         self.extend_any(pin, tokens, blocks)

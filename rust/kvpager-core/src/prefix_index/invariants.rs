@@ -4,7 +4,6 @@ use super::PrefixIndex;
 use super::namespace::Namespace;
 use super::order::Order;
 use super::tree::Tree;
-use crate::ids::NamespaceId;
 use std::collections::HashSet;
 
 type Check = std::result::Result<(), String>;
@@ -16,8 +15,7 @@ impl PrefixIndex {
     /// The first violated invariant, as a sentence.
     pub fn check_invariants(&self) -> Check {
         let mut seen = HashSet::new();
-        for id in 0..self.namespaces.len() {
-            let namespace = self.namespaces.get(NamespaceId(id)).map_err(|error| error.to_string())?;
+        for (id, namespace) in self.namespaces.all() {
             self.check_namespace(namespace, &mut seen).map_err(|text| format!("namespace {id}: {text}"))?;
         }
         Ok(())

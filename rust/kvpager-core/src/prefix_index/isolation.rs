@@ -53,7 +53,7 @@ impl PrefixIndex {
                 quota.guaranteed, quota.limit
             )));
         }
-        if self.namespaces.any(|namespace| namespace.account == account) {
+        if self.namespaces.all().any(|(_, namespace)| namespace.account == account) {
             return Err(Error::WrongState(format!("account {account} has namespaces already")));
         }
         self.evictor.set_isolation(account, isolation);

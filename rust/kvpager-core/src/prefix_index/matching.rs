@@ -1,5 +1,6 @@
 //! Looking prefixes up and pinning them.
 
+use super::interning::{is_current, unknown};
 use super::learned::History;
 use super::namespace::Namespace;
 use super::roots::PrefixKey;
@@ -50,8 +51,9 @@ impl PrefixIndex {
     /// # Errors
     /// `InvalidArgument` for an unknown namespace.
     pub fn peek_prefix(&self, namespace: NamespaceId, tokens: &[u32]) -> Result<usize> {
-        let namespace = self.namespaces.get(namespace)?;
-        let tree = namespace.read_tree();
+        let known = self.namespaces.get(namespace)?;
+        let tree = known.read_tree();
+        self.check_same(namespace, known)?;
         let matched = tree.count_matched(&self.view(), tree.root(), self.without_last(tokens));
         Ok(matched * self.config.block_size as usize)
     }
@@ -63,7 +65,7 @@ impl PrefixIndex {
     pub fn root(self: &Arc<Self>, namespace: NamespaceId) -> Result<Pin> {
         let known = self.namespaces.get(namespace)?;
         let tree = known.read_tree();
-        let held = self.hold(known, tree.root())?;
+        let held = self.hold((namespace, known), tree.root())?;
         self.pin(namespace, held, &[], 0)
     }
 
@@ -72,7 +74,7 @@ impl PrefixIndex {
         let known = self.namespaces.get(namespace)?;
         let mut tree = known.write_tree();
         let root = tree.make_continuation(&mut known.lock_order(), key);
-        let held = self.hold(known, root)?;
+        let held = self.hold((namespace, known), root)?;
         self.pin(namespace, held, &[], 0)
     }
 
@@ -90,9 +92,9 @@ impl PrefixIndex {
     ) -> Result<Pin> {
         let namespace = self.namespaces.get(id)?;
         let before = blocks.len();
-        let found = self.match_shared(namespace, key, tokens, blocks).unwrap_or_else(|| {
+        let found = self.match_shared((id, namespace), key, tokens, blocks).unwrap_or_else(|| {
             blocks.truncate(before);
-            self.match_exclusive(namespace, key, tokens, blocks)
+            self.match_exclusive((id, namespace), key, tokens, blocks)
         });
         match found {
             Ok((held, num_blocks)) => self.pin(id, held, tokens, num_blocks),
@@ -106,7 +108,7 @@ impl PrefixIndex {
     /// Matches under the shared lock. `None` if a node must be split.
     fn match_shared(
         &self,
-        namespace: &Namespace,
+        (id, namespace): (NamespaceId, &Namespace),
         key: Option<&PrefixKey>,
         tokens: &[u32],
         blocks: &mut Vec<BlockHandle>,
@@ -117,13 +119,13 @@ impl PrefixIndex {
             return None;
         }
         // The tree's lock is still held: nobody can evict the node before it is pinned.
-        Some(self.hold(namespace, place.node).map(|held| (held, place.num_blocks)))
+        Some(self.hold((id, namespace), place.node).map(|held| (held, place.num_blocks)))
     }
 
     /// Matches under the exclusive lock, and splits the node inside which the match ends.
     fn match_exclusive(
         &self,
-        namespace: &Namespace,
+        (id, namespace): (NamespaceId, &Namespace),
         key: Option<&PrefixKey>,
         tokens: &[u32],
         blocks: &mut Vec<BlockHandle>,
@@ -136,11 +138,12 @@ impl PrefixIndex {
             node = tree.split(&view, place.node, place.offset);
             namespace.lock_order().split(place.node, node, place.offset as u32);
         }
-        self.hold(namespace, node).map(|held| (held, place.num_blocks))
+        self.hold((id, namespace), node).map(|held| (held, place.num_blocks))
     }
 
     /// Pins a node of a tree whose lock the caller has: capacity first, then the holds.
-    fn hold(&self, namespace: &Namespace, node: u32) -> Result<Held> {
+    fn hold(&self, (id, namespace): (NamespaceId, &Namespace), node: u32) -> Result<Held> {
+        self.check_same(id, namespace)?;
         let mut order = namespace.lock_order();
         let num_blocks = order.unheld_blocks(node);
         if num_blocks > 0 {
@@ -149,6 +152,11 @@ impl PrefixIndex {
         order.hold(node);
         // Relaxed: written and read under the order's lock.
         Ok(Held { node, num_purges: namespace.num_purges.load(Ordering::Relaxed) })
+    }
+
+    /// Whether the namespace was not given to another salt before its tree was locked.
+    pub(super) fn check_same(&self, id: NamespaceId, namespace: &Namespace) -> Result<()> {
+        if is_current(id, namespace) { Ok(()) } else { Err(unknown(id)) }
     }
 
     fn pin(

@@ -18,6 +18,7 @@ mod evictor;
 mod extend;
 mod fingerprint;
 mod insert;
+mod interning;
 mod invariants;
 mod isolation;
 mod learned;
@@ -37,6 +38,7 @@ pub use chain::{ChainPin, ScopeChain};
 pub use events::{Digest, Event, EventBatch, EventConfig, EventKind, Snapshot};
 pub use extend::Extended;
 pub use fingerprint::{Adapter, Fingerprint};
+pub use interning::SaltStats;
 pub use isolation::Isolation;
 pub use pin::Pin;
 pub use purge::Purged;
@@ -50,8 +52,9 @@ use crate::sync::{AtomicU64, Ordering};
 use child_hash::ChildHash;
 use events::Events;
 use evictor::{Evictor, Whose};
+use interning::Namespaces;
 use learned::Learner;
-use namespace::Namespaces;
+use namespace::Namespace;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -182,8 +185,7 @@ impl PrefixIndex {
     pub fn snapshot(&self) -> Snapshot {
         let mut snapshot = Snapshot::default();
         let Some(events) = &self.events else { return snapshot };
-        let ids = (0..self.namespaces.len()).map(NamespaceId);
-        let namespaces: Vec<_> = ids.filter_map(|id| Some((id, self.namespaces.get(id).ok()?))).collect();
+        let namespaces: Vec<_> = self.namespaces.all().collect();
         // Every tree is read-locked before the number is read: no event is between the two. Nobody waits for a
         // tree's lock while having another, so the order does not matter.
         let trees: Vec<_> = namespaces.iter().map(|(_, namespace)| namespace.read_tree()).collect();
@@ -232,21 +234,6 @@ impl PrefixIndex {
         }))
     }
 
-    /// The integer of (scope, fingerprint): the same for equal pairs, another one if any field differs.
-    /// `account` is charged for the blocks of it that are held.
-    ///
-    /// # Errors
-    /// `InvalidArgument` if the namespace is known and charged to another account.
-    pub fn namespace(
-        &self,
-        scope: &ShareScope,
-        fingerprint: &Fingerprint,
-        account: AccountId,
-    ) -> Result<NamespaceId> {
-        let learner = self.learned.as_ref().map(|learned| learned.of(account));
-        self.namespaces.intern(scope, fingerprint, account, learner)
-    }
-
     /// The settings.
     #[must_use]
     pub fn config(&self) -> IndexConfig {
@@ -257,12 +244,6 @@ impl PrefixIndex {
     #[must_use]
     pub fn pool(&self) -> &Arc<BlockPool> {
         &self.pool
-    }
-
-    /// How many namespaces have been interned.
-    #[must_use]
-    pub fn num_namespaces(&self) -> u32 {
-        self.namespaces.len()
     }
 
     /// Evicts up to `num_blocks` cached blocks, the one released longest ago first; returns how many.
@@ -293,12 +274,11 @@ impl PrefixIndex {
     /// Bytes used besides the token rows.
     #[must_use]
     pub fn memory_bytes(&self) -> usize {
-        let of_namespace = |id| {
-            let namespace = self.namespaces.get(NamespaceId(id)).ok()?;
+        let of_namespace = |(_, namespace): (NamespaceId, &Namespace)| {
             let tree = namespace.read_tree().memory_bytes();
-            Some(tree + namespace.lock_order().memory_bytes())
+            tree + namespace.lock_order().memory_bytes()
         };
-        (0..self.namespaces.len()).filter_map(of_namespace).sum()
+        self.namespaces.all().map(of_namespace).sum()
     }
 
     /// A tree's way to read itself. Only for holders of a tree's lock, which is every caller in this module.

@@ -1,4 +1,4 @@
-//! One namespace: a tree, its order, and the table that interns (scope, fingerprint) to an integer.
+//! One namespace: a tree and its order.
 
 use super::encoding::Encoder;
 use super::fingerprint::Fingerprint;
@@ -6,11 +6,28 @@ use super::learned::{Learner, NUM_CLASSES};
 use super::order::Order;
 use super::scope::ShareScope;
 use super::tree::Tree;
-use crate::error::{Error, Result};
-use crate::ids::{AccountId, NamespaceId};
-use crate::sync::AtomicU32;
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use crate::ids::AccountId;
+use crate::sync::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// Who shares, and what must be equal.
+pub(super) struct Names {
+    /// Who may share.
+    pub(super) scope: ShareScope,
+    /// What must be equal, encoded.
+    pub(super) fingerprint: Vec<u8>,
+    /// Scope and fingerprint, encoded.
+    pub(super) identity: Vec<u8>,
+}
+
+impl Names {
+    pub(super) fn new(scope: &ShareScope, fingerprint: &Fingerprint) -> Self {
+        let mut encoder = Encoder::new();
+        scope.encode(&mut encoder);
+        fingerprint.encode(&mut encoder);
+        Self { scope: scope.clone(), fingerprint: fingerprint.to_bytes(), identity: encoder.finish() }
+    }
+}
 
 /// The prefixes of one (scope, fingerprint).
 ///
@@ -22,12 +39,12 @@ pub(super) struct Namespace {
     pub(super) account: AccountId,
     /// What learns from it, under the `learned` policy.
     pub(super) learner: Option<Arc<Mutex<Learner>>>,
-    /// Who may share.
-    pub(super) scope: ShareScope,
-    /// What must be equal, encoded.
-    pub(super) fingerprint: Vec<u8>,
-    /// Scope and fingerprint, encoded.
-    pub(super) identity: Vec<u8>,
+    /// Whether only `publish` inserts there.
+    pub(super) is_public: bool,
+    /// How often it was given to another salt. Changes under both locks.
+    generation: AtomicU32,
+    /// Changes with the generation.
+    names: RwLock<Names>,
     /// How often everything was cut off. Changes under both locks.
     pub(super) num_purges: AtomicU32,
     tree: RwLock<Tree>,
@@ -35,29 +52,36 @@ pub(super) struct Namespace {
 }
 
 impl Namespace {
-    fn new(
-        scope: &ShareScope,
-        fingerprint: &Fingerprint,
-        identity: Vec<u8>,
-        account: AccountId,
-        learner: Option<Arc<Mutex<Learner>>>,
-    ) -> Self {
+    pub(super) fn new(names: Names, account: AccountId, learner: Option<Arc<Mutex<Learner>>>) -> Self {
         let num_classes = if learner.is_some() { NUM_CLASSES } else { 1 };
         Self {
             account,
             learner,
-            scope: scope.clone(),
-            fingerprint: fingerprint.to_bytes(),
-            identity,
+            is_public: matches!(names.scope, ShareScope::Public(_)),
+            generation: AtomicU32::new(0),
+            names: RwLock::new(names),
             num_purges: AtomicU32::new(0),
             tree: RwLock::new(Tree::new()),
             order: Mutex::new(Order::new(num_classes)),
         }
     }
 
-    /// Whether only `publish` inserts there.
-    pub(super) fn is_public(&self) -> bool {
-        matches!(self.scope, ShareScope::Public(_))
+    /// How often it was given to another salt.
+    #[inline]
+    pub(super) fn generation(&self) -> u32 {
+        // Acquire pairs with the Release in `rename`: whoever finds a generation finds its names.
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// Gives an empty namespace to another salt. The caller has both locks.
+    pub(super) fn rename(&self, names: Names) {
+        *self.names.write().unwrap_or_else(PoisonError::into_inner) = names;
+        // Release pairs with the Acquire in `generation`.
+        self.generation.fetch_add(1, Ordering::Release);
+    }
+
+    pub(super) fn names(&self) -> RwLockReadGuard<'_, Names> {
+        self.names.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     // A lock is poisoned only by a panic inside the index, which is a bug that has been reported there;
@@ -72,87 +96,5 @@ impl Namespace {
 
     pub(super) fn lock_order(&self) -> MutexGuard<'_, Order> {
         self.order.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Buckets of doubling size, so that a namespace never moves and is found without a lock.
-const NUM_BUCKETS: usize = 32;
-const FIRST_BUCKET: usize = 16;
-
-type Bucket = Box<[OnceLock<Namespace>]>;
-
-/// Every namespace of an index.
-pub(super) struct Namespaces {
-    buckets: [OnceLock<Bucket>; NUM_BUCKETS],
-    interned: Mutex<HashMap<Vec<u8>, NamespaceId>>,
-}
-
-impl Namespaces {
-    pub(super) fn new() -> Self {
-        let buckets = [const { OnceLock::new() }; NUM_BUCKETS];
-        Self { buckets, interned: Mutex::new(HashMap::new()) }
-    }
-
-    /// The integer of (scope, fingerprint), the same at every call.
-    pub(super) fn intern(
-        &self,
-        scope: &ShareScope,
-        fingerprint: &Fingerprint,
-        account: AccountId,
-        learner: Option<Arc<Mutex<Learner>>>,
-    ) -> Result<NamespaceId> {
-        let mut encoder = Encoder::new();
-        scope.encode(&mut encoder);
-        fingerprint.encode(&mut encoder);
-        let identity = encoder.finish();
-        let mut interned = self.interned.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(&known) = interned.get(&identity) {
-            let charged = self.get(known)?.account;
-            if charged != account {
-                return Err(Error::invalid(format!(
-                    "namespace {known} is charged to account {charged}, not to account {account}"
-                )));
-            }
-            return Ok(known);
-        }
-        let id =
-            NamespaceId(u32::try_from(interned.len()).map_err(|_| Error::invalid("too many namespaces"))?);
-        self.cell(id).get_or_init(|| Namespace::new(scope, fingerprint, identity.clone(), account, learner));
-        interned.insert(identity, id);
-        Ok(id)
-    }
-
-    fn position(id: NamespaceId) -> (usize, usize) {
-        let index = id.0 as usize + FIRST_BUCKET;
-        let bucket = index.ilog2() as usize;
-        (bucket - FIRST_BUCKET.ilog2() as usize, index - (1 << bucket))
-    }
-
-    fn cell(&self, id: NamespaceId) -> &OnceLock<Namespace> {
-        let (bucket, offset) = Self::position(id);
-        let cells = self.buckets[bucket]
-            .get_or_init(|| (0..FIRST_BUCKET << bucket).map(|_| OnceLock::new()).collect());
-        &cells[offset]
-    }
-
-    /// A namespace by its integer.
-    #[inline]
-    pub(super) fn get(&self, id: NamespaceId) -> Result<&Namespace> {
-        let (bucket, offset) = Self::position(id);
-        self.buckets
-            .get(bucket)
-            .and_then(OnceLock::get)
-            .and_then(|cells| cells[offset].get())
-            .ok_or_else(|| Error::invalid(format!("namespace {id} was never interned by this index")))
-    }
-
-    /// Whether one has the property.
-    pub(super) fn any(&self, property: impl Fn(&Namespace) -> bool) -> bool {
-        (0..self.len()).filter_map(|id| self.get(NamespaceId(id)).ok()).any(property)
-    }
-
-    /// How many there are.
-    pub(super) fn len(&self) -> u32 {
-        self.interned.lock().unwrap_or_else(PoisonError::into_inner).len() as u32
     }
 }

@@ -1,6 +1,6 @@
 //! Removing a scope's prefixes, whatever uses them.
 
-use super::namespace::Namespace;
+use super::namespace::{Names, Namespace};
 use super::order::Order;
 use super::tree::Tree;
 use super::{Pin, PrefixIndex, ShareScope};
@@ -24,28 +24,50 @@ impl PrefixIndex {
     /// still read them, as any cached block is). The tenant's next requests start from nothing.
     pub fn purge(&self, scope: &ShareScope) -> Purged {
         let mut done = Purged::default();
-        for id in (0..self.namespaces.len()).map(NamespaceId) {
-            let Ok(namespace) = self.namespaces.get(id) else { continue };
-            if namespace.scope == *scope || namespace.scope.without_salt() == *scope {
+        for (id, namespace) in self.namespaces.all() {
+            let mut tree = namespace.write_tree();
+            let is_of_scope = |own: &ShareScope| own == scope || own.without_salt() == *scope;
+            if is_of_scope(&namespace.names().scope) {
                 done.num_namespaces += 1;
-                done.num_evicted += self.purge_namespace(id, namespace);
+                let mut order = namespace.lock_order();
+                done.num_evicted += self.cut_off(id, namespace, &mut tree, &mut order);
             }
         }
         done
     }
 
-    fn purge_namespace(&self, id: NamespaceId, namespace: &Namespace) -> usize {
+    /// Empties the namespace of a salt and gives it to another one, if nobody uses it. Else the names come back.
+    pub(super) fn rename_unused(
+        &self,
+        id: NamespaceId,
+        namespace: &Namespace,
+        names: Names,
+    ) -> std::result::Result<(), Names> {
         let mut tree = namespace.write_tree();
         let mut order = namespace.lock_order();
-        if let Some(events) = &self.events {
-            events.cleared(id, &tree);
+        if tree.all_roots().any(|root| order.holds(root) > 0) {
+            return Err(names);
         }
-        tree.detach_roots(&mut order);
+        self.cut_off(id, namespace, &mut tree, &mut order);
+        if tree.num_children() > 0 {
+            // Open steps may still read what is left.
+            return Err(names);
+        }
+        namespace.rename(names);
+        Ok(())
+    }
+
+    /// Cuts everything off, and evicts what is not held.
+    fn cut_off(&self, id: NamespaceId, namespace: &Namespace, tree: &mut Tree, order: &mut Order) -> usize {
+        if let Some(events) = &self.events {
+            events.cleared(id, tree);
+        }
+        tree.detach_roots(order);
         // Relaxed: written and read under the order's lock.
         namespace.num_purges.fetch_add(1, Ordering::Relaxed);
         let mut taken = Vec::new();
-        while let Some(leaf) = self.any_leaf(&tree, &mut order) {
-            self.take_path(&mut tree, &mut order, leaf, &mut taken);
+        while let Some(leaf) = self.any_leaf(tree, order) {
+            self.take_path(tree, order, leaf, &mut taken);
         }
         self.evicted(id, &taken);
         taken.len()

@@ -5,8 +5,9 @@
 
 use super::PrefixIndex;
 use super::evictor::{Evictor, MAX_PIECE, State, Whose};
+use super::interning::Namespaces;
 use super::learned::{NUM_CLASSES, Values};
-use super::namespace::{Namespace, Namespaces};
+use super::namespace::Namespace;
 use super::order::Order;
 use super::tree::Tree;
 use crate::block_pool::BlockPool;
@@ -57,10 +58,10 @@ impl Evictor {
                 continue;
             }
             let wanted = (num_blocks - total).min(MAX_PIECE).min(allowance);
-            let Ok(namespace) = namespaces.get(first.namespace) else { break };
+            let Some(namespace) = namespaces.at(first.namespace) else { break };
             let State { lanes: all, taken } = &mut *state;
             taken.clear();
-            let is_left = take(index, (first.namespace, namespace), wanted, bound, values, taken);
+            let is_left = take(index, namespace, wanted, bound, values, taken);
             total += taken.len();
             let active = &mut all[*lane].active;
             if !is_left {
@@ -90,7 +91,7 @@ fn rank(
     ranked: &mut Vec<Ranked>,
 ) {
     for &id in ids {
-        let Ok(namespace) = namespaces.get(id) else { continue };
+        let Some((_, namespace)) = namespaces.at(id) else { continue };
         let tree = namespace.read_tree();
         let mut order = namespace.lock_order();
         let candidates =

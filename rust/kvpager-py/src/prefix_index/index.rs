@@ -4,7 +4,7 @@ use super::events::{PyEventBatch, PySnapshot};
 use super::identity::{PyFingerprint, PyShareScope, namespace_id};
 use super::pinned::{Held, PyMatch};
 use super::place::{Pinned, Place, PlaceRef, PyScopeChain};
-use super::stats::PyNamespaceStats;
+use super::stats::{PyNamespaceStats, PySaltStats};
 use super::tokens::Tokens;
 use crate::arrays::read_ints;
 use crate::block_pool::PyBlockPool;
@@ -128,7 +128,7 @@ impl PyPrefixIndex {
         self.block_size
     }
 
-    /// How many namespaces have been interned.
+    /// How many namespaces there are.
     #[getter]
     fn num_namespaces(&self) -> u32 {
         self.inner.num_namespaces()
@@ -294,6 +294,16 @@ impl PyPrefixIndex {
     fn namespace_stats(&self, py: Python<'_>, namespace: i64) -> PyResult<PyNamespaceStats> {
         let namespace = namespace_id(namespace)?;
         Ok(PyNamespaceStats::new(py.detach(|| self.inner.namespace_stats(namespace)).py()?))
+    }
+
+    /// Sets how many namespaces of salts an account may have at once.
+    fn set_max_salts(&self, max_salts: u32) {
+        self.inner.set_max_salts(max_salts);
+    }
+
+    /// Counts of the namespaces that clients' salts made for an account.
+    fn salt_stats(&self, account: u32) -> PySaltStats {
+        PySaltStats::new(self.inner.salt_stats(AccountId(account)))
     }
 
     /// Evicts an account's own cached blocks until `num_blocks` more are within its limit, if it is `strict`.

@@ -1,0 +1,263 @@
+//! The table that interns (scope, fingerprint) to an integer, and gives the namespaces of old salts to new ones.
+//!
+//! A client chooses its salts, so there may be any number of them. Each account has at most `max_salts` namespaces
+//! of salts at once; beyond that the one used longest ago that nobody has pinned is emptied and renamed. The
+//! number of a namespace has its *generation*, so a number from before is refused, never taken for another salt's.
+
+use super::PrefixIndex;
+use super::fingerprint::Fingerprint;
+use super::learned::Learner;
+use super::namespace::{Names, Namespace};
+use super::scope::ShareScope;
+use crate::error::{Error, Result};
+use crate::ids::{AccountId, NamespaceId};
+use crate::sync::{AtomicU32, Ordering};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// Buckets of doubling size, so that a namespace never moves and is found without a lock.
+const NUM_BUCKETS: usize = 17;
+const FIRST_BUCKET: usize = 16;
+/// Bits of a namespace's number that say where it is; the rest are its generation.
+const SLOT_BITS: u32 = 20;
+const MAX_GENERATION: u32 = (1 << (32 - SLOT_BITS)) - 1;
+/// Namespaces of salts an account may have at once, unless set otherwise.
+const DEFAULT_MAX_SALTS: u32 = 1024;
+/// Namespaces of salts that one call tries to empty.
+const MAX_TRIED: usize = 8;
+
+type Bucket = Box<[OnceLock<Namespace>]>;
+
+/// Every namespace of an index.
+pub(super) struct Namespaces {
+    buckets: [OnceLock<Bucket>; NUM_BUCKETS],
+    interned: Mutex<Interned>,
+    max_salts: AtomicU32,
+}
+
+#[derive(Default)]
+struct Interned {
+    ids: HashMap<Vec<u8>, NamespaceId>,
+    num_slots: u32,
+    /// Counts interning calls: the time of a use.
+    num_calls: u64,
+    /// Time of the last use of each salted namespace, by account.
+    salts: HashMap<AccountId, HashMap<NamespaceId, u64>>,
+    num_reclaimed: u64,
+}
+
+/// Counts of namespaces that clients' salts made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SaltStats {
+    /// There now, of the account.
+    pub num_salted: usize,
+    /// Most that an account may have.
+    pub max_salted: u32,
+    /// Given to another salt so far, in the index.
+    pub num_reclaimed: u64,
+}
+
+impl Namespaces {
+    pub(super) fn new() -> Self {
+        let buckets = [const { OnceLock::new() }; NUM_BUCKETS];
+        Self { buckets, interned: Mutex::default(), max_salts: AtomicU32::new(DEFAULT_MAX_SALTS) }
+    }
+
+    fn interned(&self) -> MutexGuard<'_, Interned> {
+        self.interned.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The integer of (scope, fingerprint), the same at every call. `empty` empties a namespace if nobody uses it.
+    fn intern(
+        &self,
+        names: Names,
+        account: AccountId,
+        learner: Option<Arc<Mutex<Learner>>>,
+        empty: impl Fn(NamespaceId, &Namespace, Names) -> std::result::Result<(), Names>,
+    ) -> Result<NamespaceId> {
+        let mut interned = self.interned();
+        interned.num_calls += 1;
+        let now = interned.num_calls;
+        let is_salted = matches!(names.scope, ShareScope::Salted { .. });
+        let identity = names.identity.clone();
+        if let Some(&known) = interned.ids.get(&identity) {
+            let charged = self.get(known)?.account;
+            if charged != account {
+                return Err(Error::invalid(format!(
+                    "namespace {known} is charged to account {charged}, not to account {account}"
+                )));
+            }
+            if is_salted {
+                interned.salts.entry(account).or_default().insert(known, now);
+            }
+            return Ok(known);
+        }
+        let num_salts = interned.salts.get(&account).map_or(0, HashMap::len);
+        // Relaxed: a limit guards no memory.
+        let id = if is_salted && num_salts >= self.max_salts.load(Ordering::Relaxed) as usize {
+            self.reuse(&mut interned, names, account, empty)?
+        } else {
+            self.add(&mut interned, names, account, learner)?
+        };
+        interned.ids.insert(identity, id);
+        if is_salted {
+            interned.salts.entry(account).or_default().insert(id, now);
+        }
+        Ok(id)
+    }
+
+    fn add(
+        &self,
+        interned: &mut Interned,
+        names: Names,
+        account: AccountId,
+        learner: Option<Arc<Mutex<Learner>>>,
+    ) -> Result<NamespaceId> {
+        if interned.num_slots == 1 << SLOT_BITS {
+            return Err(Error::invalid(format!(
+                "the index has all of its {} namespaces",
+                interned.num_slots
+            )));
+        }
+        let id = NamespaceId(interned.num_slots);
+        self.cell(id).get_or_init(|| Namespace::new(names, account, learner));
+        interned.num_slots += 1;
+        Ok(id)
+    }
+
+    /// Renames the salted namespace of the account that was used longest ago and can be emptied.
+    fn reuse(
+        &self,
+        interned: &mut Interned,
+        mut names: Names,
+        account: AccountId,
+        empty: impl Fn(NamespaceId, &Namespace, Names) -> std::result::Result<(), Names>,
+    ) -> Result<NamespaceId> {
+        let salts = interned.salts.entry(account).or_default();
+        let mut oldest: Vec<(u64, NamespaceId)> = salts.iter().map(|(&id, &used)| (used, id)).collect();
+        oldest.sort_unstable();
+        let limit = oldest.len();
+        for &(_, id) in oldest.iter().take(MAX_TRIED) {
+            let namespace = self.get(id)?;
+            if namespace.generation() == MAX_GENERATION {
+                continue;
+            }
+            let before = namespace.names().identity.clone();
+            match empty(id, namespace, names) {
+                Ok(()) => {
+                    interned.ids.remove(&before);
+                    salts.remove(&id);
+                    interned.num_reclaimed += 1;
+                    return Ok(NamespaceId(id.0 + (1 << SLOT_BITS)));
+                }
+                Err(back) => names = back,
+            }
+        }
+        Err(Error::Refused {
+            reason: format!(
+                "account {account} has {limit} namespaces of salts, the limit, and those used longest ago are in use"
+            ),
+            retryable: true,
+        })
+    }
+
+    fn position(id: NamespaceId) -> (usize, usize) {
+        let index = (id.0 & ((1 << SLOT_BITS) - 1)) as usize + FIRST_BUCKET;
+        let bucket = index.ilog2() as usize;
+        (bucket - FIRST_BUCKET.ilog2() as usize, index - (1 << bucket))
+    }
+
+    fn cell(&self, id: NamespaceId) -> &OnceLock<Namespace> {
+        let (bucket, offset) = Self::position(id);
+        let cells = self.buckets[bucket]
+            .get_or_init(|| (0..FIRST_BUCKET << bucket).map(|_| OnceLock::new()).collect());
+        &cells[offset]
+    }
+
+    /// What is at a namespace's place now, whoever it was given to, and its number.
+    #[inline]
+    pub(super) fn at(&self, id: NamespaceId) -> Option<(NamespaceId, &Namespace)> {
+        let (bucket, offset) = Self::position(id);
+        let namespace = self.buckets.get(bucket)?.get()?[offset].get()?;
+        let slot = id.0 & ((1 << SLOT_BITS) - 1);
+        Some((NamespaceId(slot | namespace.generation() << SLOT_BITS), namespace))
+    }
+
+    /// A namespace by its integer.
+    #[inline]
+    pub(super) fn get(&self, id: NamespaceId) -> Result<&Namespace> {
+        match self.at(id) {
+            Some((_, namespace)) if is_current(id, namespace) => Ok(namespace),
+            _ => Err(unknown(id)),
+        }
+    }
+
+    /// Every namespace there is.
+    pub(super) fn all(&self) -> impl Iterator<Item = (NamespaceId, &Namespace)> {
+        (0..self.len()).filter_map(|slot| self.at(NamespaceId(slot)))
+    }
+
+    /// How many there are.
+    pub(super) fn len(&self) -> u32 {
+        self.interned().num_slots
+    }
+}
+
+/// Whether the number's generation is the namespace's.
+#[inline]
+pub(super) fn is_current(id: NamespaceId, namespace: &Namespace) -> bool {
+    id.0 >> SLOT_BITS == namespace.generation()
+}
+
+#[cold]
+pub(super) fn unknown(id: NamespaceId) -> Error {
+    Error::invalid(format!(
+        "namespace {id} was never interned by this index, or was of a salt and has been given to another one"
+    ))
+}
+
+impl PrefixIndex {
+    /// The integer of (scope, fingerprint): the same for equal pairs, another one if any field differs.
+    /// `account` is charged for the blocks of it that are held.
+    ///
+    /// The namespaces of clients' salts are limited; beyond the limit, the account's that was used longest ago
+    /// and is not in use is emptied for the new one, and its number is refused from then on.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the namespace is known and charged to another account; `Refused`, to be tried again,
+    /// if the account has its limit of salts in use.
+    pub fn namespace(
+        &self,
+        scope: &ShareScope,
+        fingerprint: &Fingerprint,
+        account: AccountId,
+    ) -> Result<NamespaceId> {
+        let learner = self.learned.as_ref().map(|learned| learned.of(account));
+        let names = Names::new(scope, fingerprint);
+        self.namespaces
+            .intern(names, account, learner, |id, namespace, names| self.rename_unused(id, namespace, names))
+    }
+
+    /// Sets how many namespaces of salts an account may have at once. Those above it stay until they are reused.
+    pub fn set_max_salts(&self, max_salts: u32) {
+        // Relaxed: a limit guards no memory.
+        self.namespaces.max_salts.store(max_salts, Ordering::Relaxed);
+    }
+
+    /// Counts of the namespaces that clients' salts made.
+    #[must_use]
+    pub fn salt_stats(&self, account: AccountId) -> SaltStats {
+        let interned = self.namespaces.interned();
+        SaltStats {
+            num_salted: interned.salts.get(&account).map_or(0, HashMap::len),
+            max_salted: self.namespaces.max_salts.load(Ordering::Relaxed),
+            num_reclaimed: interned.num_reclaimed,
+        }
+    }
+
+    /// How many namespaces there are.
+    #[must_use]
+    pub fn num_namespaces(&self) -> u32 {
+        self.namespaces.len()
+    }
+}
