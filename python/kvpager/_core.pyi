@@ -656,9 +656,9 @@ class PrefixIndex:
     ) -> int:
         """The number of (scope, fingerprint): equal for equal pairs, another one if any field differs.
 
-        Salts come from clients, so their namespaces are limited (`set_max_salts`): beyond the limit, the one of
-        the account that was used longest ago and is not in use is emptied for the new one, and its number is
-        refused from then on.
+        Salts come from clients, so their namespaces are limited (`set_max_salts`): beyond the limit, the one
+        of the account that was used longest ago and is not in use is emptied for the new one, and its number
+        is refused from then on.
 
         Args:
             scope: who may share.
@@ -855,6 +855,14 @@ class Tenant:
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of those requests."""
+    def isolation(self) -> Literal["open", "scoped", "strict"]:
+        """What it may observe of others."""
+    @property
+    def scope(self) -> Literal["private", "group", "public"]:
+        """Who may see what its requests leave in the index."""
+    @property
+    def namespace(self) -> int | None:
+        """Where its requests insert, but for those with a salt; None if the scheduler has no index."""
 
 @final
 class FinishedRequest:
@@ -1119,20 +1127,40 @@ class Scheduler:
         fingerprint: Fingerprint | None = None,
         max_waiting: int | None = None,
         max_waiting_tokens: int | None = None,
+        isolation: Literal["open", "scoped", "strict"] = "scoped",
+        scope: Literal["private", "group", "public"] = "private",
+        group: Tenant | None = None,
+        public: Tenant | None = None,
     ) -> Tenant:
-        """Adds a tenant with its quota in blocks and a private namespace.
+        """Adds a tenant with its quota in blocks and a namespace in the index.
+
+        Prefixes are looked up in the public scope, then in the group's, then in the tenant's own, and
+        inserted in its own. A shared scope is a tenant of its own, the operator's handle, and is charged for
+        its blocks:
+
+            system = scheduler.add_tenant("system", scope="public", limit=64)
+            alice = scheduler.add_tenant("alice", public=system)
+            scheduler.submit(system, system_prompt, max_tokens=1)  # publishes it
+
+        What is submitted with a public handle stays pinned until `unpublish`; what is submitted with a
+        group's is shared by its members.
 
         Args:
             name: unique in the scheduler.
             guaranteed: blocks that it gets whatever others do.
-            limit: most blocks that it may have committed; None for the pool's.
+            limit: most blocks that it may have committed; None for the pool's (`strict`: guaranteed).
             weight: share of service among tenants that wait, above 0.
-            fingerprint: what must be equal for its KV to be reusable.
+            fingerprint: what must be equal for its KV to be reusable; equal in all of its scopes.
+            isolation: what it may observe of others. `strict` also keeps its cached blocks within its limit.
+            scope: who may see what its requests leave in the index.
+            group: a tenant of group scope whose prefixes it may use; not under `strict`.
+            public: a tenant of public scope whose prefixes it may use.
             max_waiting: requests of it that may wait at once; None for no bound of its own.
             max_waiting_tokens: prompt tokens of it that may wait at once; None for no bound of its own.
 
         Raises:
-            InvalidArgumentError: for a taken name, a bad weight, or a quota that the pool cannot give.
+            InvalidArgumentError: for a taken name, a bad weight, a quota that the pool cannot give, or scopes
+                and levels that do not go together.
         """
     def submit(
         self,
@@ -1146,6 +1174,7 @@ class Scheduler:
         reuse: bool = True,
         deadline_steps: int | None = None,
         deadline_seconds: float | None = None,
+        salt: bytes | None = None,
     ) -> int:
         """Accepts a request and returns its id; it runs in a later step. From any thread.
 
@@ -1159,11 +1188,21 @@ class Scheduler:
             reuse: whether it looks prefixes up and leaves its own blocks in the index.
             deadline_steps: steps after its arrival in which it may run; then it ends, reason `deadline`.
             deadline_seconds: the same in seconds, on the clock of `step`.
+            salt: 1 to 256 bytes of the client that narrow reuse to this tenant's requests with the same ones
+                (and to public prefixes). It can never widen it.
 
         Raises:
             InvalidArgumentError: for values out of range or an empty prompt.
             RefusedError: if it can never fit, too many wait (`retryable`, with `retry_after_steps`), or the
                 scheduler is being drained.
+        """
+    def unpublish(self, tenant: Tenant) -> int:
+        """Withdraws all that was published with a public handle; returns how many prefixes there were.
+
+        Nobody finds them from now on; requests that use them go on undisturbed.
+
+        Raises:
+            InvalidArgumentError: the tenant is not of public scope or is of another scheduler.
         """
     def abort(self, request_id: int) -> bool:
         """Ends a request wherever it is; False if it had ended. From any thread.

@@ -6,9 +6,11 @@ use crate::block_pool::PyBlockPool;
 use crate::error::{IntoPyResult, invalid};
 use crate::phases::PyPhaseTimes;
 use crate::prefix_index::{PyFingerprint, PyPrefixIndex};
+use kvpager_core::prefix_index::Isolation;
 use kvpager_core::scheduler::{
     AdmissionPolicy, CommitOutcome, Deadline, FinishedRequest, HostTierConfig, Overflow, QueueLimits,
-    Request, Scheduler, SchedulerConfig, SchedulerStats, Tenant, TenantConfig, ZeroBlocks,
+    Request, Scheduler, SchedulerConfig, SchedulerStats, Sharing, Tenant, TenantConfig, TenantScope,
+    ZeroBlocks,
 };
 use kvpager_core::{SequenceId, StepId};
 use pyo3::prelude::*;
@@ -43,6 +45,21 @@ impl PyTenant {
     #[getter]
     fn num_waiting_tokens(&self) -> u64 {
         self.0.num_waiting_tokens()
+    }
+
+    #[getter]
+    fn isolation(&self) -> &'static str {
+        self.0.isolation.name()
+    }
+
+    #[getter]
+    fn scope(&self) -> &'static str {
+        self.0.scope().name()
+    }
+
+    #[getter]
+    fn namespace(&self) -> Option<u32> {
+        self.0.namespace().map(|id| id.0)
     }
 
     fn __repr__(&self) -> String {
@@ -272,8 +289,8 @@ impl PyScheduler {
         Ok(Self(Arc::new(Scheduler::new(Arc::clone(&pool.inner), index, config).py()?)))
     }
 
-    #[pyo3(signature = (name, *, guaranteed=0, limit=None, weight=1.0, fingerprint=None,
-        max_waiting=None, max_waiting_tokens=None))]
+    #[pyo3(signature = (name, *, guaranteed=0, limit=None, weight=1.0, fingerprint=None, isolation="scoped",
+        scope="private", group=None, public=None, max_waiting=None, max_waiting_tokens=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn add_tenant(
         &self,
@@ -282,22 +299,34 @@ impl PyScheduler {
         limit: Option<u32>,
         weight: f64,
         fingerprint: Option<&PyFingerprint>,
+        isolation: &str,
+        scope: &str,
+        group: Option<&PyTenant>,
+        public: Option<&PyTenant>,
         max_waiting: Option<u32>,
         max_waiting_tokens: Option<u64>,
     ) -> PyResult<PyTenant> {
+        let isolation = isolation.parse().py()?;
+        let default_limit = if isolation == Isolation::Strict { guaranteed } else { self.0.num_blocks() };
         let config = TenantConfig {
             name: name.to_owned(),
             guaranteed_blocks: guaranteed,
-            limit_blocks: limit.unwrap_or_else(|| self.0.num_blocks()),
+            limit_blocks: limit.unwrap_or(default_limit),
             weight,
             fingerprint: fingerprint.map(|fingerprint| fingerprint.inner.clone()).unwrap_or_default(),
             queue: queue_limits(max_waiting, max_waiting_tokens),
+            sharing: Sharing {
+                isolation,
+                scope: TenantScope::from_name(scope).py()?,
+                group: group.map(|tenant| Arc::clone(&tenant.0)),
+                public: public.map(|tenant| Arc::clone(&tenant.0)),
+            },
         };
         Ok(PyTenant(self.0.add_tenant(&config).py()?))
     }
 
     #[pyo3(signature = (tenant, prompt_ids, *, max_tokens=64, min_tokens=0, stop_token_ids=None, priority=0,
-        reuse=true, deadline_steps=None, deadline_seconds=None))]
+        reuse=true, salt=None, deadline_steps=None, deadline_seconds=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn submit(
         &self,
@@ -308,6 +337,7 @@ impl PyScheduler {
         stop_token_ids: Option<&Bound<'_, PyAny>>,
         priority: i32,
         reuse: bool,
+        salt: Option<Vec<u8>>,
         deadline_steps: Option<u64>,
         deadline_seconds: Option<f64>,
     ) -> PyResult<u64> {
@@ -324,8 +354,13 @@ impl PyScheduler {
             priority,
             reuse,
             deadline: Deadline { steps: deadline_steps, seconds: deadline_seconds },
+            salt,
         };
         Ok(self.0.submit(request).py()?.0)
+    }
+
+    fn unpublish(&self, tenant: &PyTenant) -> PyResult<usize> {
+        self.0.unpublish(&tenant.0).py()
     }
 
     fn abort(&self, request_id: u64) -> PyResult<bool> {

@@ -158,6 +158,7 @@ impl Namespaces {
                 "account {account} has {limit} namespaces of salts, the limit, and those used longest ago are in use"
             ),
             retryable: true,
+            retry_after_steps: None,
         })
     }
 

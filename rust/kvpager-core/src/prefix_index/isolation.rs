@@ -24,6 +24,18 @@ pub enum Isolation {
     Strict,
 }
 
+impl Isolation {
+    /// The level's name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Open => "open",
+            Self::Scoped => "scoped",
+            Self::Strict => "strict",
+        }
+    }
+}
+
 impl std::str::FromStr for Isolation {
     type Err = Error;
 

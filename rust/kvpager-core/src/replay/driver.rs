@@ -11,8 +11,8 @@ use super::waiting::Waiting;
 use crate::block_pool::{BlockPool, PoolConfig};
 use crate::prefix_index::{Fingerprint, IndexConfig, PrefixIndex};
 use crate::scheduler::{
-    BatchArrays, FinishedRequest, QueueLimits, Request, Scheduler, SchedulerConfig, Tenant, TenantConfig,
-    ZeroBlocks,
+    BatchArrays, FinishedRequest, QueueLimits, Request, Scheduler, SchedulerConfig, Sharing, Tenant,
+    TenantConfig, ZeroBlocks,
 };
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -77,6 +77,7 @@ impl Replay {
                 weight: 1.0,
                 fingerprint: Fingerprint::default(),
                 queue: QueueLimits::NONE,
+                sharing: Sharing::default(),
             })
         };
         let tenants = config.tenants.iter().map(tenant).collect::<Result<Vec<_>>>()?;

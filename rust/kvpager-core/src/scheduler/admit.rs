@@ -7,8 +7,9 @@ use super::phases::Phase;
 use super::policy::{AdmissionRequest, AdmissionRoom};
 use super::queue::Place;
 use super::request::{FinishReason, WaitingRequest};
+use super::scopes::look_up;
 use super::sequence::Sequence;
-use crate::prefix_index::Pin;
+use crate::prefix_index::ChainPin;
 use crate::{Error, Result};
 
 /// Requests behind a blocked head that are looked at.
@@ -35,7 +36,7 @@ impl Core {
     fn end_if_hopeless(&mut self, tenant: usize, head: Place, inbox: &Inbox) -> Result<bool> {
         let Some(waiting) = self.queue.get(tenant, head) else { return Ok(false) };
         let need = self.config.lifetime_blocks(waiting.progress.prompt_tokens, waiting.request.max_tokens);
-        if need <= self.pool.reachable(waiting.request.tenant.account)? {
+        if need <= self.pool.reachable(waiting.request.tenant.account)? && !self.is_published_full(waiting)? {
             return Ok(false);
         }
         if let Some(waiting) = self.queue.remove(head.1) {
@@ -119,17 +120,18 @@ impl Core {
         let Some(waiting) = self.queue.get(tenant, place) else { return Ok(Err(nothing_there())) };
         let request = &waiting.request;
         self.scratch.clear();
-        let mut pin: Option<Pin> = None;
-        if let (true, Some(index), Some(namespace)) = (request.reuse, &self.index, request.tenant.namespace) {
-            self.phases.lap(Phase::Admission);
-            let found = index.match_prefix(namespace, &request.prompt, &mut self.scratch);
-            self.phases.lap(Phase::LookUp);
-            match found {
-                Ok(found) => pin = Some(found),
-                Err(short @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. })) => return Ok(Err(short)),
-                Err(error) => return Err(error),
-            }
-        }
+        self.phases.lap(Phase::Admission);
+        let found = look_up(self.index.as_ref(), request, &mut self.scratch);
+        self.phases.lap(Phase::LookUp);
+        let pin = match found {
+            Ok(pin) => pin,
+            Err(
+                short @ (Error::OutOfBlocks { .. }
+                | Error::OverQuota { .. }
+                | Error::Refused { retryable: true, .. }),
+            ) => return Ok(Err(short)),
+            Err(error) => return Err(error),
+        };
         let asked = AdmissionRequest {
             prompt_tokens: waiting.progress.prompt_tokens,
             known_tokens: request.prompt.len() as u32,
@@ -160,6 +162,7 @@ impl Core {
             Err(short @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. })) => return Ok(Err(short)),
             Err(error) => return Err(error),
         };
+        self.keep_within_limit(&request.tenant)?;
         let Some(row) = self.tables.take_row() else { return Ok(Err(nothing_there())) };
         let Some(waiting) = self.queue.pop(tenant, place) else { return Ok(Err(nothing_there())) };
         note_admission(&waiting, &inbox.places, self.last_step.0);
@@ -174,7 +177,7 @@ impl Core {
     fn start(
         &mut self,
         mut waiting: WaitingRequest,
-        pin: Option<Pin>,
+        pin: Option<ChainPin>,
         reservation: crate::block_pool::Reservation,
         row: u32,
     ) -> Sequence {

@@ -12,6 +12,7 @@ use super::queue::Place;
 use super::queue::Queue;
 use super::request::{Deadline, FinishReason, FinishedRequest};
 use super::rotation::Rotation;
+use super::scopes::Published;
 use super::sequence::Sequence;
 use super::swap::Swaps;
 use crate::block_pool::{BlockPool, Reclaim, StepEpoch};
@@ -69,6 +70,7 @@ pub(super) struct Core {
     pub(super) deadlines: Deadlines,
     /// Deadline of `drain`, and when it was asked for.
     pub(super) draining: Option<(Deadline, Moment)>,
+    pub(super) published: Published,
     pub(super) open: Option<OpenStep>,
     pub(super) last_step: StepId,
     /// Seconds on the caller's clock at the last step's planning.
@@ -124,6 +126,7 @@ impl Core {
             paused: HashMap::default(),
             deadlines: Deadlines::default(),
             draining: None,
+            published: Published::default(),
             open: None,
             last_step: StepId(0),
             now: f64::NEG_INFINITY,
@@ -227,7 +230,7 @@ impl Core {
             self.tables.free_row(sequence.row);
         }
         self.queue.note_end(sequence.request.tenant.index);
-        sequence.pin = None;
+        self.let_pin_go(sequence);
         let own = sequence.blocks.split_off(sequence.num_indexed as usize);
         sequence.blocks.clear();
         self.pool.release(&own)
@@ -251,6 +254,8 @@ impl Core {
         self.scratch.resize(missing, BlockHandle::from_bits(0));
         let more = missing.saturating_sub(promised) as u32;
         let drawn = if more > 0 { sequence.reservation.grow(more) } else { Ok(()) };
+        self.keep_within_limit(&self.running[position].request.tenant)?;
+        let sequence = &mut self.running[position];
         match drawn.and_then(|()| draw(self.index.as_deref(), sequence, &mut self.scratch)) {
             Ok(()) => {}
             Err(

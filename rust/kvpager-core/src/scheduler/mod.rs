@@ -25,6 +25,7 @@ mod preempt;
 mod queue;
 mod request;
 mod rotation;
+mod scopes;
 mod sequence;
 mod swap;
 mod tenant;
@@ -38,16 +39,18 @@ pub use limits::QueueLimits;
 pub use phases::{Phase, PhaseSpan, PhaseTimes};
 pub use policy::{AdmissionPolicy, AdmissionRequest, AdmissionRoom, ForecastConfig, OutputLengths};
 pub use request::{Deadline, FinishReason, FinishedRequest, Request};
+pub use scopes::{Sharing, TenantScope};
 pub use tenant::Tenant;
 
 use self::core::Core;
 use self::inbox::{Inbox, Message};
 use self::limits::{Places, take_places};
 use self::request::WaitingRequest;
+use self::scopes::{Scopes, check_salt, check_strict};
 use crate::block_pool::{BlockPool, Quota};
 use crate::block_tables::TableArena;
 use crate::ids::{SequenceId, StepId};
-use crate::prefix_index::{Fingerprint, PrefixIndex, ShareScope};
+use crate::prefix_index::{Fingerprint, PrefixIndex};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::{Error, Result};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
@@ -71,6 +74,8 @@ pub struct TenantConfig {
     pub fingerprint: Fingerprint,
     /// What of it may wait at once.
     pub queue: QueueLimits,
+    /// What it shares, and with whom.
+    pub sharing: Sharing,
 }
 
 /// Counts of a scheduler. Of the last `step`, `commit` or `abandon`, except what waits.
@@ -206,7 +211,7 @@ impl Scheduler {
         &self.arena
     }
 
-    /// Adds a tenant with its quota in the pool and its private namespace in the index.
+    /// Adds a tenant with its quota in the pool and its namespace in the index.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a name that is taken, a weight that is not above 0 or a quota that the
@@ -223,19 +228,23 @@ impl Scheduler {
         if tenants.iter().any(|tenant| tenant.name == config.name) {
             return Err(Error::invalid(format!("tenant {:?} exists already", config.name)));
         }
+        let Sharing { isolation, scope, .. } = config.sharing;
+        config.sharing.check(&config.name, self.id, self.index.is_some())?;
         let quota = Quota { guaranteed: config.guaranteed_blocks, limit: config.limit_blocks };
+        check_strict(isolation, quota)?;
         let account = self.pool.add_account(quota)?;
-        let scope = ShareScope::Private(config.name.clone());
-        let namespace = match &self.index {
-            Some(index) => Some(index.namespace(&scope, &config.fingerprint, account)?),
-            None => None,
+        let new_scopes = |index: &Arc<PrefixIndex>| {
+            Scopes::new(index, &config.name, &config.sharing, &config.fingerprint, account)
         };
+        let scopes = self.index.as_ref().map(new_scopes).transpose()?;
         let tenant = Arc::new(Tenant {
             name: config.name.clone(),
             index: core.queue.num_tenants(),
             scheduler: self.id,
             account,
-            namespace,
+            isolation,
+            scope,
+            scopes,
             weight: config.weight,
             places: Places::new(config.queue),
         });
@@ -278,6 +287,7 @@ impl Scheduler {
                 request.max_tokens, request.min_tokens
             )));
         }
+        check_salt(request)?;
         if let Some(i) = request.prompt.iter().position(|&token| token > i32::MAX as u32) {
             return Err(Error::invalid(format!("prompt[{i}] is {}, above {}", request.prompt[i], i32::MAX)));
         }

@@ -50,12 +50,14 @@ pub struct Request {
     pub priority: i32,
     /// Whether the request looks prefixes up and leaves its own blocks in the index.
     pub reuse: bool,
+    /// A client's bytes that narrow reuse to requests of the tenant with the same ones; public prefixes stay.
+    pub salt: Option<Vec<u8>>,
     /// When it ends at the latest.
     pub deadline: Deadline,
 }
 
 impl Request {
-    /// A request with the defaults of everything else: no stop ids, priority 0, reuse, no deadline.
+    /// A request with the defaults of everything else: no stop ids, priority 0, reuse, no salt, no deadline.
     #[must_use]
     pub const fn new(tenant: Arc<Tenant>, prompt: Vec<u32>, max_tokens: u32) -> Self {
         Self {
@@ -66,6 +68,7 @@ impl Request {
             stop_token_ids: Vec::new(),
             priority: 0,
             reuse: true,
+            salt: None,
             deadline: Deadline { steps: None, seconds: None },
         }
     }

@@ -3,7 +3,7 @@
 use super::request::{FinishReason, FinishedRequest, Progress, Request, WaitingRequest, account};
 use crate::block_pool::Reservation;
 use crate::ids::{BlockHandle, SequenceId};
-use crate::prefix_index::Pin;
+use crate::prefix_index::ChainPin;
 use std::sync::Arc;
 
 /// The tail of a sequence that is on the host: its blocks from `Sequence::blocks.len()` on.
@@ -34,7 +34,7 @@ pub(super) struct Sequence {
     pub(super) blocks: Vec<BlockHandle>,
     pub(super) num_indexed: u32,
     /// Deepest indexed node of our tokens; `None` if the request takes no part in reuse.
-    pub(super) pin: Option<Pin>,
+    pub(super) pin: Option<ChainPin>,
     pub(super) reservation: Reservation,
     /// Row of the table arena; means nothing while it is parked.
     pub(super) row: u32,

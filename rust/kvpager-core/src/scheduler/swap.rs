@@ -5,9 +5,10 @@
 //! stay as they are until it closes.
 
 use super::core::Core;
+use super::scopes::find;
 use super::sequence::{Parked, Sequence};
 use crate::ids::BlockHandle;
-use crate::prefix_index::Pin;
+use crate::prefix_index::ChainPin;
 use crate::{Error, Result};
 
 /// Fewest blocks that a tail has: a copy of less is not worth its launch.
@@ -23,7 +24,7 @@ pub(super) struct Swaps {
     pub(super) moved: Vec<crate::SequenceId>,
     /// Device blocks, and pins of indexed ones, that the next step copies from.
     leaving: Vec<BlockHandle>,
-    leaving_pins: Vec<Pin>,
+    leaving_pins: Vec<ChainPin>,
     pub(super) num_swapped_out: u64,
     pub(super) num_swapped_in: u64,
 }
@@ -68,8 +69,9 @@ impl Core {
         let (Some(index), Some(pin)) = (&self.index, &mut sequence.pin) else { return Ok(true) };
         let tokens = &sequence.tokens[..num_blocks * self.config.block_size as usize];
         self.scratch.clear();
-        let shorter = match index.match_whole(pin.namespace(), tokens, &mut self.scratch) {
-            Ok(shorter) => shorter,
+        let shorter = match find(index, &sequence.request, tokens, &mut self.scratch) {
+            Ok(Some(shorter)) => shorter,
+            Ok(None) => return Ok(false),
             Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. }) => return Ok(false),
             Err(error) => return Err(error),
         };
@@ -130,6 +132,7 @@ impl Core {
         let promised = sequence.reservation.num_blocks();
         let need = self.blocks_to_return(sequence);
         sequence.reservation.grow(need.saturating_sub(promised))?;
+        self.keep_within_limit(&sequence.request.tenant)?;
         self.scratch.clear();
         self.scratch.resize(tail, BlockHandle::from_bits(0));
         let drawn = super::core::draw(self.index.as_deref(), sequence, &mut self.scratch);

@@ -1,7 +1,9 @@
 //! Tenants: who owns requests and is charged for them.
 
 use super::limits::Places;
+use super::scopes::{Scopes, TenantScope};
 use crate::ids::{AccountId, NamespaceId};
+use crate::prefix_index::Isolation;
 
 /// A tenant of one scheduler. Requests carry it as a handle; it never comes from a request's own fields.
 #[derive(Debug)]
@@ -14,8 +16,12 @@ pub struct Tenant {
     pub(super) scheduler: u64,
     /// The pool account that its blocks are charged to.
     pub account: AccountId,
-    /// Its private namespace in the index, if the scheduler has one.
-    pub namespace: Option<NamespaceId>,
+    /// What it may observe of others.
+    pub isolation: Isolation,
+    /// Who may see what its requests leave in the index.
+    pub(super) scope: TenantScope,
+    /// Where its requests look up and insert, if the scheduler has an index.
+    pub(super) scopes: Option<Scopes>,
     /// Share of service: a tenant of weight 2 gets twice the tokens of one of weight 1 while both wait.
     pub weight: f64,
     /// What of it waits.
@@ -33,5 +39,21 @@ impl Tenant {
     #[must_use]
     pub fn num_waiting_tokens(&self) -> u64 {
         self.places.num_tokens()
+    }
+
+    /// Who may see what its requests leave in the index.
+    #[must_use]
+    pub const fn scope(&self) -> TenantScope {
+        self.scope
+    }
+
+    /// Where its requests insert, but for those with a salt; none if the scheduler has no index.
+    #[must_use]
+    pub fn namespace(&self) -> Option<NamespaceId> {
+        self.scopes.as_ref().map(Scopes::namespace)
+    }
+
+    pub(super) const fn scopes(&self) -> Option<&Scopes> {
+        self.scopes.as_ref()
     }
 }

@@ -13,7 +13,7 @@ use kvpager_core::block_pool::{BlockPool, PoolConfig};
 use kvpager_core::prefix_index::{EvictionPolicy, Fingerprint, IndexConfig, PrefixIndex};
 use kvpager_core::scheduler::{
     AdmissionPolicy, Batch, BatchArrays, FinishedRequest, PADDING_SEQUENCE, QueueLimits, Request, Scheduler,
-    SchedulerConfig, Tenant, TenantConfig,
+    SchedulerConfig, Sharing, Tenant, TenantConfig,
 };
 use kvpager_core::{Result, SequenceId};
 use std::collections::{HashMap, HashSet};
@@ -115,6 +115,7 @@ impl Engine {
                 weight: 1.0,
                 fingerprint: Fingerprint::default(),
                 queue: QueueLimits::NONE,
+                sharing: Sharing::default(),
             })
             .unwrap()
     }

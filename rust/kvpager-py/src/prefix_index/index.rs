@@ -10,7 +10,7 @@ use crate::arrays::read_ints;
 use crate::block_pool::PyBlockPool;
 use crate::error::{IntoPyResult, invalid};
 use kvpager_core::block_pool::{Quota, Reclaim};
-use kvpager_core::prefix_index::{EventConfig, Extended, Fingerprint, IndexConfig, Isolation, PrefixIndex};
+use kvpager_core::prefix_index::{EventConfig, Extended, Fingerprint, IndexConfig, PrefixIndex};
 use kvpager_core::{AccountId, BlockHandle};
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -155,11 +155,7 @@ impl PyPrefixIndex {
 
     /// The level of an account.
     fn isolation(&self, account: u32) -> &'static str {
-        match self.inner.isolation(AccountId(account)) {
-            Isolation::Open => "open",
-            Isolation::Scoped => "scoped",
-            Isolation::Strict => "strict",
-        }
+        self.inner.isolation(AccountId(account)).name()
     }
 
     /// A chain of namespaces to look up in order: public, group, private.

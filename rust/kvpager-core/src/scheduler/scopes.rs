@@ -1,0 +1,311 @@
+//! Where a tenant's prefixes are looked up and kept: the chain public, group, private of the prefix index.
+//!
+//! A group and a public scope are tenants themselves: handles of the operator with a quota of their own, to which
+//! the blocks that others share are charged. What is submitted with a public handle is *published*: it stays
+//! pinned after its request's end, until [`super::Scheduler::unpublish`].
+
+use super::Scheduler;
+use super::core::Core;
+use super::request::{FinishReason, Request, WaitingRequest};
+use super::sequence::Sequence;
+use super::tenant::Tenant;
+use crate::block_pool::Quota;
+use crate::ids::{AccountId, BlockHandle, NamespaceId};
+use crate::prefix_index::{ChainPin, Fingerprint, Isolation, PrefixIndex, ScopeChain, ShareScope};
+use crate::{Error, Result};
+use std::borrow::Cow;
+use std::sync::Arc;
+
+/// Bytes of a client's salt.
+const MAX_SALT_BYTES: usize = 256;
+
+/// Who may see what a tenant's requests leave in the index.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TenantScope {
+    /// The tenant alone.
+    #[default]
+    Private,
+    /// Every tenant that names it as its group: a handle of the operator.
+    Group,
+    /// Every tenant that names it as its public scope: a handle of the operator.
+    Public,
+}
+
+impl TenantScope {
+    /// Reads the option's name.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] that lists the names.
+    pub fn from_name(name: &str) -> Result<Self> {
+        match name {
+            "private" => Ok(Self::Private),
+            "group" => Ok(Self::Group),
+            "public" => Ok(Self::Public),
+            _ => Err(Error::invalid(format!("scope is {name:?}; it is one of private, group, public"))),
+        }
+    }
+
+    /// The scope's name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Private => "private",
+            Self::Group => "group",
+            Self::Public => "public",
+        }
+    }
+}
+
+/// How a tenant shares.
+#[derive(Clone, Debug, Default)]
+pub struct Sharing {
+    /// What it may observe of others.
+    pub isolation: Isolation,
+    /// Who may see what its requests leave in the index.
+    pub scope: TenantScope,
+    /// Whose prefixes it may use: a tenant of group scope.
+    pub group: Option<Arc<Tenant>>,
+    /// Whose prefixes it may use: a tenant of public scope.
+    pub public: Option<Arc<Tenant>>,
+}
+
+impl Sharing {
+    /// Checks what does not depend on the index.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] that says what does not go together.
+    pub(super) fn check(&self, name: &str, scheduler: u64, has_index: bool) -> Result<()> {
+        let refused = |text: &str| Err(Error::invalid(format!("tenant {name:?}: {text}")));
+        for (other, scope) in [(&self.group, TenantScope::Group), (&self.public, TenantScope::Public)] {
+            let Some(other) = other else { continue };
+            if other.scheduler != scheduler {
+                return refused("its group and public scope must be of the same scheduler");
+            }
+            if other.scope() != scope {
+                return refused(&format!(
+                    "{:?} has {} scope, {} is needed there",
+                    other.name,
+                    other.scope().name(),
+                    scope.name()
+                ));
+            }
+        }
+        if self.group.is_some() && self.scope != TenantScope::Private {
+            return refused("only a tenant of private scope has a group");
+        }
+        if self.public.is_some() && self.scope == TenantScope::Public {
+            return refused("a public scope has no other public scope");
+        }
+        if self.isolation == Isolation::Strict && (self.group.is_some() || self.scope == TenantScope::Group) {
+            return refused("strict isolation has no group scope");
+        }
+        if !has_index && (self.group.is_some() || self.public.is_some() || self.scope != TenantScope::Private)
+        {
+            return refused("sharing needs a prefix index, the scheduler has none");
+        }
+        Ok(())
+    }
+}
+
+/// Refuses a `strict` tenant that others could lend from: what is not promised can be taken.
+pub(super) fn check_strict(isolation: Isolation, quota: Quota) -> Result<()> {
+    if isolation == Isolation::Strict && quota.guaranteed != quota.limit {
+        return Err(Error::invalid(format!(
+            "strict isolation needs guaranteed = limit, got {} and {}",
+            quota.guaranteed, quota.limit
+        )));
+    }
+    Ok(())
+}
+
+/// Checks a request's salt: of a length that is worth keeping, and for a tenant that has something to narrow.
+pub(super) fn check_salt(request: &Request) -> Result<()> {
+    let Some(salt) = &request.salt else { return Ok(()) };
+    if salt.is_empty() || salt.len() > MAX_SALT_BYTES {
+        return Err(Error::invalid(format!(
+            "the salt has {} bytes, must have 1 to {MAX_SALT_BYTES}",
+            salt.len()
+        )));
+    }
+    match request.tenant.scope() {
+        TenantScope::Private => Ok(()),
+        other => Err(Error::invalid(format!(
+            "a salt narrows a tenant of private scope; {:?} has {} scope",
+            request.tenant.name,
+            other.name()
+        ))),
+    }
+}
+
+/// Where a tenant's requests look up and insert.
+#[derive(Debug)]
+pub(super) struct Scopes {
+    /// The chain of a request without a salt.
+    chain: ScopeChain,
+    /// Its last namespace alone: for when a shared scope has no room to hold what it has.
+    own: ScopeChain,
+    /// What a salted request has before its own namespace.
+    public: Option<ScopeChain>,
+    fingerprint: Fingerprint,
+    account: AccountId,
+}
+
+impl Scopes {
+    pub(super) fn new(
+        index: &PrefixIndex,
+        name: &str,
+        sharing: &Sharing,
+        fingerprint: &Fingerprint,
+        account: AccountId,
+    ) -> Result<Self> {
+        index.set_isolation(account, sharing.isolation)?;
+        let scope = match sharing.scope {
+            TenantScope::Private => ShareScope::Private(name.to_owned()),
+            TenantScope::Group => ShareScope::Group(name.to_owned()),
+            TenantScope::Public => ShareScope::Public(name.to_owned()),
+        };
+        let last = index.namespace(&scope, fingerprint, account)?;
+        let shared = [&sharing.public, &sharing.group].into_iter().flatten();
+        let mut namespaces: Vec<_> =
+            shared.filter_map(|other| other.scopes()).map(|o| o.chain.last()).collect();
+        namespaces.push(last);
+        let (chain, own) = if sharing.scope == TenantScope::Public {
+            (index.publishing_chain(last)?, index.publishing_chain(last)?)
+        } else {
+            (index.chain(&namespaces)?, index.chain(&[last])?)
+        };
+        let public = sharing.public.as_ref().and_then(|other| other.scopes()).map(|o| o.chain.clone());
+        Ok(Self { chain, own, public, fingerprint: fingerprint.clone(), account })
+    }
+
+    /// Where requests without a salt insert.
+    pub(super) fn namespace(&self) -> NamespaceId {
+        self.chain.last()
+    }
+
+    /// The chain of a request. A salt narrows it: to the public scope and a namespace of the tenant's and the salt's.
+    pub(super) fn chain(
+        &self,
+        index: &PrefixIndex,
+        tenant: &str,
+        salt: Option<&[u8]>,
+    ) -> Result<Cow<'_, ScopeChain>> {
+        let Some(salt) = salt else { return Ok(Cow::Borrowed(&self.chain)) };
+        let scope = ShareScope::Salted { tenant: tenant.to_owned(), salt: salt.to_vec() };
+        let own = index.namespace(&scope, &self.fingerprint, self.account)?;
+        let mut namespaces: Vec<_> = self.public.iter().map(ScopeChain::last).collect();
+        namespaces.push(own);
+        Ok(Cow::Owned(index.chain(&namespaces)?))
+    }
+}
+
+/// Prefixes that were published, with the pins that keep them.
+#[derive(Debug, Default)]
+pub(super) struct Published {
+    /// (position of the tenant, pin, blocks).
+    pins: Vec<(usize, ChainPin)>,
+}
+
+impl Published {
+    pub(super) fn keep(&mut self, tenant: &Tenant, pin: ChainPin) {
+        self.pins.push((tenant.index, pin));
+    }
+
+    /// Lets everything of a tenant go; returns how many prefixes there were.
+    pub(super) fn release(&mut self, tenant: &Tenant) -> usize {
+        let before = self.pins.len();
+        self.pins.retain(|(owner, _)| *owner != tenant.index);
+        before - self.pins.len()
+    }
+}
+
+/// Pins what the index has of a request's known tokens, but for the last one, which is always computed.
+pub(super) fn look_up(
+    index: Option<&Arc<PrefixIndex>>,
+    request: &Request,
+    blocks: &mut Vec<BlockHandle>,
+) -> Result<Option<ChainPin>> {
+    let Some(index) = index else { return Ok(None) };
+    find(index, request, &request.prompt[..request.prompt.len().saturating_sub(1)], blocks)
+}
+
+/// Pins what the index has of whole blocks of a request's `tokens`; their blocks go to `blocks`. `None` if it takes
+/// no part in reuse.
+///
+/// Where a group or a public scope has no room in its quota to hold what it has, the tenant's own prefixes still
+/// count.
+pub(super) fn find(
+    index: &Arc<PrefixIndex>,
+    request: &Request,
+    tokens: &[u32],
+    blocks: &mut Vec<BlockHandle>,
+) -> Result<Option<ChainPin>> {
+    let (true, Some(scopes)) = (request.reuse, request.tenant.scopes()) else { return Ok(None) };
+    let chain = scopes.chain(index, &request.tenant.name, request.salt.as_deref())?;
+    match index.match_chain_whole(&chain, tokens, blocks) {
+        Err(Error::OverQuota { account, .. }) if account != request.tenant.account => {
+            let own = if request.salt.is_some() { index.chain(&[chain.last()])? } else { scopes.own.clone() };
+            index.match_chain_whole(&own, tokens, blocks).map(Some)
+        }
+        found => found.map(Some),
+    }
+}
+
+impl Core {
+    /// Whether a publishing request will not fit until something of its scope is unpublished: published prefixes
+    /// stay, so no end of another request makes room.
+    pub(super) fn is_published_full(&self, waiting: &WaitingRequest) -> Result<bool> {
+        let tenant = &waiting.request.tenant;
+        let is_alone = || self.running.iter().all(|sequence| sequence.request.tenant.index != tenant.index);
+        let (TenantScope::Public, Some(index), Some(scopes)) = (tenant.scope(), &self.index, tenant.scopes())
+        else {
+            return Ok(false);
+        };
+        let stats = self.pool.account_stats(tenant.account)?;
+        let need = self.config.lifetime_blocks(waiting.progress.prompt_tokens, waiting.request.max_tokens);
+        let found = index.peek_prefix(scopes.own.last(), &waiting.request.prompt)?;
+        let missing = u64::from(need - found as u32 / self.config.block_size);
+        Ok(is_alone() && stats.committed + missing > stats.limit)
+    }
+
+    /// After a promise to a tenant: under `strict`, what it has committed and cached stays within its limit.
+    pub(super) fn keep_within_limit(&self, tenant: &Tenant) -> Result<()> {
+        match &self.index {
+            Some(index) if tenant.isolation == Isolation::Strict => {
+                index.make_room(tenant.account, 0).map(|_| ())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Lets a sequence's pin go, or keeps it if the sequence has published its prefix.
+    pub(super) fn let_pin_go(&mut self, sequence: &mut Sequence) {
+        let is_done = matches!(sequence.ending, Some(FinishReason::Stop | FinishReason::Length));
+        let tenant = &sequence.request.tenant;
+        if let (Some(pin), TenantScope::Public, true) = (sequence.pin.take(), tenant.scope(), is_done) {
+            self.published.keep(tenant, pin);
+        }
+    }
+}
+
+impl Scheduler {
+    /// Withdraws all that was published with a public handle; returns how many prefixes there were. Nobody finds
+    /// them from now on; requests that use them go on undisturbed.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the tenant is not of public scope or is of another scheduler;
+    /// [`Error::WrongState`] if another thread is in the scheduler.
+    pub fn unpublish(&self, tenant: &Tenant) -> Result<usize> {
+        if tenant.scheduler != self.id || tenant.scope() != TenantScope::Public {
+            let (name, scope) = (&tenant.name, tenant.scope().name());
+            return Err(Error::invalid(format!(
+                "tenant {name:?}, of {scope} scope, is not a public scope of this scheduler"
+            )));
+        }
+        let mut core = self.enter()?;
+        if let Some(index) = &self.index {
+            index.purge(&ShareScope::Public(tenant.name.clone()));
+        }
+        Ok(core.published.release(tenant))
+    }
+}
