@@ -855,6 +855,7 @@ class Tenant:
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of those requests."""
+    @property
     def isolation(self) -> Literal["open", "scoped", "strict"]:
         """What it may observe of others."""
     @property
