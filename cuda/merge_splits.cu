@@ -1,7 +1,7 @@
 // Joins the partial results of rows whose positions were split over several blocks.
 //
-// Idea: each partial result is normalised and carries its log-sum-exp; the joined row is their mean weighted by
-// exp(lse). Partial results are added in plan order, so the sum does not depend on timing.
+// Idea: each partial result is a weighted sum with the maximum and the sum of its weights; all are brought to the
+// largest maximum and added. Partial results are added in plan order, so the sum does not depend on timing.
 // Grid: x merge items (room of the plan; blocks past the count leave), y KV heads. Threads walk rows x head_dim.
 // Memory: reads partials once; no shared memory. Bound: bandwidth, a few percent of the attention's own.
 #include "kvpager/finish.cuh"
@@ -23,13 +23,13 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const KV_GRID_CONS
     const int r = e / p.head_dim, dim = e % p.head_dim;
     float maximum = minus_infinity();
     for (int i = 0; i < merge.num_partials; i++)
-      maximum = fmaxf(maximum, p.partial_lse[partial_row(p, merge.first_partial + i, kv_head, r)]);
+      maximum = fmaxf(maximum, p.partial_state[2 * partial_row(p, merge.first_partial + i, kv_head, r)]);
     const float base = finite_base(maximum);
     float sum = 0.f, value = 0.f;
     for (int i = 0; i < merge.num_partials; i++) {
       const long long index = partial_row(p, merge.first_partial + i, kv_head, r);
-      const float weight = fast_exp2(p.partial_lse[index] - base);
-      sum += weight;
+      const float weight = fast_exp2(p.partial_state[2 * index] - base);
+      sum += weight * p.partial_state[2 * index + 1];
       value += weight * p.partial_out[index * p.head_dim + dim];
     }
     const RowView view = row_view(p, merge.first_row + r, kv_head, query_len, p.context_lens[merge.sequence]);

@@ -16,6 +16,15 @@ namespace kvpager {
 
 constexpr int kDecodeThreads = 128;
 
+// Blocks of a multiprocessor to leave registers for, as many as each compiler fits without spilling.
+__host__ __device__ constexpr int decode_blocks(int rows) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return rows == 1 ? 4 : 2;
+#else
+  return rows == 1 ? 5 : rows == 4 ? 3 : 2;
+#endif
+}
+
 // Lanes that hold one head vector: a power of two, the last ones idle where head_dim is not one.
 __host__ __device__ constexpr int decode_lanes(int head_dim) {
   return head_dim <= 64 ? 8 : head_dim <= 128 ? 16 : 32;
@@ -26,7 +35,7 @@ struct DecodeShape {
   static constexpr int kLanes = decode_lanes(kDim);
   static constexpr int kWarps = kDecodeThreads / 32;
   static constexpr int kSlots = kDecodeThreads / kLanes;                        // positions in flight in a block
-  static constexpr int kUnroll = sizeof(KV) == 4 || kRows == 8 ? 2 : 4;         // rounds of positions at a time
+  static constexpr int kUnroll = kRows == 8 ? 1 : sizeof(KV) == 4 ? 2 : 4;      // rounds of positions at a time
   static constexpr int kPartFloats = kDim + 2;                                  // values, maximum, sum
   static constexpr int kSharedBytes = kWarps * kRows * kPartFloats * 4;
   static_assert(kDim % 8 == 0 && kDim <= 8 * kLanes, "a lane holds 8 elements");
@@ -53,6 +62,25 @@ __device__ __forceinline__ void load_queries(const AttentionParams& p, const Row
       load_as(p.query, token * p.query_token_stride + views[r].head * p.query_head_stride + lane_in_head * 8,
               p.query_dtype, state.query[r]);
     }
+  }
+}
+
+// Moves every entry one place to the front, the first to the end.
+template <class T, int kCount>
+__device__ __forceinline__ void turn(T (&entries)[kCount]) {
+  const T first = entries[0];
+#pragma unroll
+  for (int i = 1; i < kCount; i++) entries[i - 1] = entries[i];
+  entries[kCount - 1] = first;
+}
+template <class T, int kCount, int kWidth>
+__device__ __forceinline__ void turn(T (&entries)[kCount][kWidth]) {
+#pragma unroll
+  for (int column = 0; column < kWidth; column++) {
+    const T first = entries[0][column];
+#pragma unroll
+    for (int i = 1; i < kCount; i++) entries[i - 1][column] = entries[i][column];
+    entries[kCount - 1][column] = first;
   }
 }
 
@@ -85,9 +113,9 @@ struct DecodeRound {
     }
   }
 
-  // Scores of one row against this round's positions, then the row's state moves on.
-  __device__ __forceinline__ void attend(const AttentionParams& p, const RowView (&views)[kRows], int position,
-                                         int end, float scale, const float (&slopes)[kRows],
+  // Scores of all rows against this round's positions, then the rows' states move on.
+  __device__ __forceinline__ void attend(const AttentionParams& p, const int* table, const RowView (&views)[kRows],
+                                         int position, int end, float scale, float (&slopes)[kRows],
                                          DecodeState<kRows>& state) const {
     float scores[kRows][Shape::kUnroll];
 #pragma unroll
@@ -106,37 +134,97 @@ struct DecodeRound {
                                : minus_infinity();
       }
     }
-    accumulate(scores, state);
-  }
-
-  __device__ __forceinline__ void accumulate(float (&scores)[kRows][Shape::kUnroll],
-                                             DecodeState<kRows>& state) const {
+    float base[kRows], rescale[kRows];
+    bool large = p.alibi_slopes != nullptr;
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       float maximum = state.maximum[r];
 #pragma unroll
       for (int u = 0; u < Shape::kUnroll; u++) maximum = fmaxf(maximum, scores[r][u]);
-      const float base = finite_base(maximum);
-      const float rescale = fast_exp2(state.maximum[r] - base);
+      base[r] = finite_base(maximum);
+      rescale[r] = fast_exp2(state.maximum[r] - base[r]);
       state.maximum[r] = maximum;
-      state.sum[r] *= rescale;
+      large = large || fabsf(base[r]) > kExactAbove;
 #pragma unroll
-      for (int i = 0; i < 8; i++) state.acc[r][i] *= rescale;
+      for (int u = 0; u < Shape::kUnroll; u++) scores[r][u] -= base[r];
+    }
+    if (p.query_dtype == kFloat32 && __any_sync(kAllLanes, large))
+      refine(p, table, views, position, end, scale, slopes, base, scores, state);
+    accumulate(rescale, scores, state);
+  }
+
+  // Computes the differences to the maximum again in fp64: a large score's rounding would show in fp32 results.
+  // This rare path must not cost the kernel registers: it reads the keys again, and its loops are not unrolled;
+  // arrays move past them instead, a whole turn, so that they end as they were.
+  __device__ __forceinline__ void refine(const AttentionParams& p, const int* table, const RowView (&views)[kRows],
+                                         int position, int end, float scale, float (&slopes)[kRows],
+                                         float (&base)[kRows], float (&scores)[kRows][Shape::kUnroll],
+                                         DecodeState<kRows>& state) const {
+    const int kv_head = blockIdx.y, lane_in_head = threadIdx.x % Shape::kLanes;
+    int positions[kRows];
 #pragma unroll
-      for (int u = 0; u < Shape::kUnroll; u++) {
-        scores[r][u] = fast_exp2(scores[r][u] - base);
-        state.sum[r] += scores[r][u];
+    for (int r = 0; r < kRows; r++) positions[r] = views[r].position;
+#pragma unroll 1
+    for (int at = position; at < position + Shape::kUnroll * Shape::kSlots; at += Shape::kSlots) {
+      Raw8<KV> key;
+      clear(key);
+      double factor = scale;
+      if (at < end && lane_in_head * 8 < kDim) {
+        const int block = block_at(p, table, at), slot = slot_at(p, at);
+        load(key, static_cast<const KV*>(p.k_cache) + key_offset(p, block, slot, kv_head) + lane_in_head * 8);
+        if constexpr (IsInt8<KV>::value) factor *= key_scale(p, block, slot, kv_head);
+      }
+#pragma unroll 1
+      for (int r = 0; r < kRows; r++) {
+        double dot = 0.0;
+#pragma unroll
+        for (int pair = 0; pair < 4; pair++) {
+          const float2 two = widen_pair(key, pair);
+          dot += static_cast<double>(state.query[0][2 * pair]) * two.x;
+          dot += static_cast<double>(state.query[0][2 * pair + 1]) * two.y;
+        }
+        dot = sum_over_lanes<Shape::kLanes>(dot * factor);
+        if (scores[0][0] != minus_infinity())
+          scores[0][0] = static_cast<float>(exact_score(p, dot, slopes[0], at - positions[0]) - base[0]);
+        turn(scores[0]);
+        turn(scores);
+        turn(state.query);
+        turn(slopes);
+        turn(base);
+        turn(positions);
       }
     }
+  }
+
+  // The positions of the round are summed apart first, so that small weights do not round at a large one's size.
+  __device__ __forceinline__ void accumulate(const float (&rescale)[kRows], float (&scores)[kRows][Shape::kUnroll],
+                                             DecodeState<kRows>& state) const {
 #pragma unroll
-    for (int u = 0; u < Shape::kUnroll; u++) {
-      float value[8];
-      widen(values[u], value);
+    for (int r = 0; r < kRows; r++) {
+      float sum = 0.f;
+#pragma unroll
+      for (int u = 0; u < Shape::kUnroll; u++) {
+        scores[r][u] = fast_exp2(scores[r][u]);
+        sum += scores[r][u];
+        scores[r][u] *= value_scales[u];
+      }
+      state.sum[r] = fmaf(state.sum[r], rescale[r], sum);
+    }
+#pragma unroll
+    for (int pair = 0; pair < 4; pair++) {
+      float2 value[Shape::kUnroll];
+#pragma unroll
+      for (int u = 0; u < Shape::kUnroll; u++) value[u] = widen_pair(values[u], pair);
 #pragma unroll
       for (int r = 0; r < kRows; r++) {
-        const float weight = scores[r][u] * value_scales[u];
+        float2 part = {0.f, 0.f};
 #pragma unroll
-        for (int i = 0; i < 8; i++) state.acc[r][i] = fmaf(weight, value[i], state.acc[r][i]);
+        for (int u = 0; u < Shape::kUnroll; u++) {
+          part.x = fmaf(scores[r][u], value[u].x, part.x);
+          part.y = fmaf(scores[r][u], value[u].y, part.y);
+        }
+        state.acc[r][2 * pair] = fmaf(state.acc[r][2 * pair], rescale[r], part.x);
+        state.acc[r][2 * pair + 1] = fmaf(state.acc[r][2 * pair + 1], rescale[r], part.y);
       }
     }
   }
@@ -166,7 +254,7 @@ __device__ __forceinline__ void combine_lane_groups(DecodeState<kRows>& state) {
 }
 
 template <class KV, int kDim, int kRows>
-__global__ void __launch_bounds__(kDecodeThreads) paged_decode(const KV_GRID_CONSTANT AttentionParams p) {
+__global__ void __launch_bounds__(kDecodeThreads, decode_blocks(kRows)) paged_decode(const KV_GRID_CONSTANT AttentionParams p) {
   using Shape = DecodeShape<KV, kDim, kRows>;
   if (static_cast<int>(blockIdx.x) >= p.counts[0]) return;
   KV_DYNAMIC_SHARED(float, parts);  // [kWarps, kRows, kPartFloats]
@@ -202,7 +290,7 @@ __global__ void __launch_bounds__(kDecodeThreads) paged_decode(const KV_GRID_CON
     }
     DecodeRound<KV, kDim, kRows> round;
     round.fetch(p, blocks, position, work.kv_end, kv_head, lane_in_head);
-    round.attend(p, views, position, work.kv_end, scale, slopes, state);
+    round.attend(p, table, views, position, work.kv_end, scale, slopes, state);
   }
   combine_lane_groups<Shape::kLanes>(state);
 

@@ -143,6 +143,7 @@ def make_case(
     query_dtype: str = "float32",
     kv_dtype: str = "float32",
     style: str = "plain",
+    peak: float = 4.0,
     fill: float = np.nan,
     **options: Any,
 ) -> Case:
@@ -158,8 +159,9 @@ def make_case(
         block_size: positions of a block.
         query_dtype: of the query.
         kv_dtype: float32, float16 or bfloat16.
-        style: "plain", "peaked" (large scores), "cancelling" (values of both signs that nearly cancel) or
-            "late" (the largest scores in the last block).
+        style: words of "plain", "peaked" (large scores: `peak` times the plain ones), "cancelling" (values of
+            both signs that nearly cancel) and "late" (the largest scores in the last block), joined by "+".
+        peak: factor of the keys where the style is peaked.
         fill: what every slot holds that no sequence wrote.
         options: more arguments of `paged_attention`.
     """
@@ -179,11 +181,11 @@ def make_case(
         at += blocks
         keys = rng.standard_normal((context, kv_heads, dim))
         values = rng.standard_normal((context, kv_heads, value_dim))
-        if style == "peaked":
-            keys *= 4
-        elif style == "late" and context:
+        if "peaked" in style:
+            keys *= peak
+        if "late" in style and context:
             keys[-min(context, block_size) :] *= 3
-        elif style == "cancelling":
+        if "cancelling" in style:
             values = np.where(np.arange(context)[:, None, None] % 2, 1000.0, -1000.0) + values
         positions = np.arange(context)
         k_cache[tables[row, positions // block_size], positions % block_size] = keys.astype(kv_type)

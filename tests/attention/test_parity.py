@@ -120,3 +120,32 @@ def test_long_sequences_match_the_reference(heads: tuple[int, int], context: int
 def test_a_very_long_sequence_stays_within_its_bound() -> None:
     for style in ("plain", "cancelling", "late"):
         check(make_case(5, [(1, 131072)], heads=2, kv_heads=1, dim=64, style=style), 4e-6)
+
+
+@pytest.mark.parametrize("name", instruction_sets())
+@pytest.mark.parametrize("style", ["peaked", "peaked+late", "peaked+cancelling"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_large_scores_keep_the_fp32_bound(
+    name: str, style: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "instruction_set", name)
+    for seed, peak in enumerate((3, 4, 8, 30, 100)):  # the last: scores of 300, whose fp32 spacing is 3e-5
+        for dim in (64, 128):
+            pairs = [(1, 400), (3, 70), (9, 30)]
+            check(make_case(seed, pairs, dim=dim, kv_dtype=kv_dtype, style=style, peak=peak))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 50.0},
+        {"alibi_slopes": np.linspace(-0.4, 1.0, 4).astype(np.float32)},
+        {"sinks": np.array([20.0, 0.0, -5.0, 33.0], np.float32)},
+        {"window": 77, "causal": False},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_large_scores_keep_the_fp32_bound_with_every_feature(options: dict[str, Any]) -> None:
+    for seed, peak in enumerate((3, 8, 30)):
+        for style in ("peaked", "peaked+cancelling"):
+            check(make_case(seed, [(1, 400), (3, 200)], dim=128, style=style, peak=peak, **options))

@@ -145,11 +145,11 @@ class Attention:
         )
         rows = (room.partials, heads, item.kernel.tile_rows)
         partial_out = np.full((*rows, self.call.out.shape[2]), np.nan, np.float32)
-        partial_lse = np.full(rows, np.nan, np.float32)
-        self.kept += [host, partial_out, partial_lse]
+        partial_state = np.full((*rows, 2), np.nan, np.float32)
+        self.kept += [host, partial_out, partial_state]
         self.num_merges += int(host.counts[1])
         addresses = [a.ctypes.data for a in (host.counts, host.work, host.merges)]
-        plan = view_of(*addresses, room, partial_out.ctypes.data, partial_lse.ctypes.data)
+        plan = view_of(*addresses, room, partial_out.ctypes.data, partial_state.ctypes.data)
         self.launches += _launch.attention_launches(self.call, item.kernel, plan)
 
     def run(self, **how: Any) -> tuple[Any, Any]:

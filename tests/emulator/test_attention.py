@@ -283,6 +283,17 @@ def test_a_scale_that_is_no_positive_number_is_refused(scale: float) -> None:
         case.call(emulator.Attention)
 
 
+@pytest.mark.parametrize("style", ["peaked", "peaked+late", "peaked+cancelling"])
+@pytest.mark.parametrize(("kv_dtype", "heads"), [("float32", 2), ("float32", 8), ("bfloat16", 8)])
+@pytest.mark.parametrize("peak", [3, 8, 30])
+def test_large_scores_keep_the_fp32_bound(style: str, kv_dtype: str, heads: int, peak: float) -> None:
+    alibi = np.linspace(-0.4, 1.0, heads).astype(np.float32)
+    for options in ({}, {"softcap": 50.0}, {"alibi_slopes": alibi}):
+        pairs = [(1, 200), (3, 70)]
+        case = make_case(3, pairs, heads=heads, dim=128, kv_dtype=kv_dtype, style=style, peak=peak, **options)
+        check(case, target_blocks=4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtypes", SAME_TYPES + MIXED_TYPES, ids="-".join)

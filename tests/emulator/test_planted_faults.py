@@ -51,7 +51,10 @@ FAULTS = {
         8,
         Patch("paged_prefill.cu", "at >= views[r].begin && at < views[r].end", "at >= views[r].begin"),
     ),
-    "maximum not carried on": (1, Patch("paged_decode.cu", "      state.sum[r] *= rescale;\n", "")),
+    "maximum not carried on": (
+        1,
+        Patch("paged_decode.cu", "fmaf(state.sum[r], rescale[r], sum)", "state.sum[r] + sum"),
+    ),
 }
 
 
@@ -82,6 +85,14 @@ def test_a_planted_fault_is_caught_by_the_numbers(name: str) -> None:
     case = _case(heads)
     assert [_fault_of(case, order, ()) for order in emulator.ORDERS] == [None] * 3
     assert any(_fault_of(case, order, (patch,)) for order in emulator.ORDERS)
+
+
+def test_large_scores_left_to_fp32_are_caught() -> None:
+    case = make_case(6, [(1, 200), (3, 70)], dim=128, style="peaked+cancelling", peak=30)
+    patch = Patch("paged_decode.cu", "p.query_dtype == kFloat32 && ", "false && ")
+    expected, _, largest = case.call(attend)
+    errors = [error(case.call(emulator.attend, patches=p)[0], expected, largest) for p in ((), (patch,))]
+    assert errors[0] <= BOUNDS["float32"] < errors[1]
 
 
 def test_a_32_bit_offset_is_caught() -> None:

@@ -56,8 +56,12 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const WorkI
   }
   if (work.partial >= 0) {
     const long long index = partial_row(p, work.partial, kv_head, row);
-    p.partial_out[index * kDim + dim] = sum > 0.f ? value / sum : 0.f;
-    if (dim == 0) p.partial_lse[index] = sum > 0.f ? maximum + fast_log2(sum) : minus_infinity();
+    // The maximum and the sum apart: their log-sum-exp in fp32 would be off by what large scores round to.
+    p.partial_out[index * kDim + dim] = value;
+    if (dim == 0) {
+      p.partial_state[2 * index] = maximum;
+      p.partial_state[2 * index + 1] = sum;
+    }
     return;
   }
   if (p.sinks != nullptr) {

@@ -35,7 +35,7 @@ struct AttentionParams {
   void* out;                   // [num_tokens, num_q_heads, head_dim of V], query_dtype
   float* lse;                  // [num_tokens, num_q_heads] or null
   float* partial_out;          // [num_partials, num_kv_heads, tile_rows, head_dim of V]
-  float* partial_lse;          // [num_partials, num_kv_heads, tile_rows], base 2
+  float* partial_state;        // [num_partials, num_kv_heads, tile_rows, 2]: maximum (base 2) and sum
   long long query_token_stride, query_head_stride;
   long long k_block_stride, k_slot_stride, k_head_stride;
   long long v_block_stride, v_slot_stride, v_head_stride;

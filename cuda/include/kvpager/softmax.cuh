@@ -41,6 +41,33 @@ __device__ __forceinline__ float score(const AttentionParams& p, float dot, floa
   return (value + slope * static_cast<float>(distance)) * kLog2E;
 }
 
+// Running maxima, in magnitude and base 2, from which a row with an fp32 output has its scores computed in fp64. A
+// score of 20 in fp32 is off by 1e-6 from its rounding alone, and its weight by as much.
+constexpr float kExactAbove = 4.f * kLog2E;
+
+// 1 / x in fp64 for a positive x of fp32's range: one step of Newton's from fp32.
+__device__ __forceinline__ double exact_reciprocal(double x) {
+  const double guess = 1.f / static_cast<float>(x);
+  return guess * (2.0 - x * guess);
+}
+
+// tanh in fp64 within 1e-12, in few registers and without a call: (1 - e) / (1 + e) with e = exp(-2 |x|).
+__device__ __forceinline__ double exact_tanh(double x) {
+  const double y = fmax(-2.0 * fabs(x), -40.0), n = rint(y * 1.4426950408889634);
+  const double r = fma(n, -0.6931471805599453, y);  // |r| < 0.35
+  double e = 1.0;
+#pragma unroll 1
+  for (float i = 11.f; i > 0.f; i -= 1.f) e = fma(r * exact_reciprocal(i), e, 1.0);  // Taylor's series
+  e = ldexp(e, static_cast<int>(n));
+  return copysign((1.0 - e) * exact_reciprocal(1.0 + e), x);
+}
+
+// `score` of a scaled product in fp64.
+__device__ __forceinline__ double exact_score(const AttentionParams& p, double value, float slope, int distance) {
+  if (p.softcap > 0.f) value = p.softcap * exact_tanh(value * exact_reciprocal(p.softcap));
+  return (value + static_cast<double>(slope) * distance) * 1.4426950408889634;
+}
+
 // Adds the row's attention sink, a score that weighs but carries no value. Call once for a row.
 __device__ __forceinline__ void add_sink(float sink_score, float& maximum, float& sum, float& rescale) {
   const float with_sink = fmaxf(maximum, sink_score);

@@ -102,30 +102,37 @@ __device__ __forceinline__ void load(Raw8<T, 1>& raw, const T* from) {
   raw.words = __ldg(reinterpret_cast<const uint2*>(from));
 }
 
-__device__ __forceinline__ void widen(const Raw8<float>& raw, float (&out)[8]) { memcpy(out, &raw, 32); }
-template <class T>
-__device__ __forceinline__ void widen(const Raw8<T, 2>& raw, float (&out)[8]) {
-  T values[8];
-  memcpy(values, &raw, 16);
-#pragma unroll
-  for (int i = 0; i < 8; i++) out[i] = to_float(values[i]);
+// Elements 2 * pair and 2 * pair + 1 of the eight.
+__device__ __forceinline__ float2 widen_pair(const Raw8<float>& raw, int pair) {
+  float two[2];
+  memcpy(two, reinterpret_cast<const float*>(&raw) + 2 * pair, 8);
+  return {two[0], two[1]};
 }
 template <class T>
-__device__ __forceinline__ void widen(const Raw8<T, 1>& raw, float (&out)[8]) {
+__device__ __forceinline__ float2 widen_pair(const Raw8<T, 2>& raw, int pair) {
+  T two[2];
+  memcpy(two, reinterpret_cast<const unsigned*>(&raw) + pair, 4);
+  return {to_float(two[0]), to_float(two[1])};
+}
+template <class T>
+__device__ __forceinline__ float2 widen_pair(const Raw8<T, 1>& raw, int pair) {
   if constexpr (IsInt8<T>::value) {
-    signed char values[8];
-    memcpy(values, &raw, 8);
-#pragma unroll
-    for (int i = 0; i < 8; i++) out[i] = to_float(values[i]);
+    signed char two[2];
+    memcpy(two, reinterpret_cast<const unsigned short*>(&raw) + pair, 2);
+    return {to_float(two[0]), to_float(two[1])};
   } else {
-    unsigned short pairs[4];
-    memcpy(pairs, &raw, 8);
+    unsigned short bits;
+    memcpy(&bits, reinterpret_cast<const unsigned short*>(&raw) + pair, 2);
+    return unpack(T{}, bits);
+  }
+}
+template <class T>
+__device__ __forceinline__ void widen(const Raw8<T>& raw, float (&out)[8]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float2 two = unpack(T{}, pairs[i]);
-      out[2 * i] = two.x;
-      out[2 * i + 1] = two.y;
-    }
+  for (int pair = 0; pair < 4; pair++) {
+    const float2 two = widen_pair(raw, pair);
+    out[2 * pair] = two.x;
+    out[2 * pair + 1] = two.y;
   }
 }
 

@@ -7,8 +7,8 @@ namespace kvpager {
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Sum over aligned groups of kLanes neighbouring lanes (a power of two).
-template <int kLanes>
-__device__ __forceinline__ float sum_over_lanes(float value) {
+template <int kLanes, class T>
+__device__ __forceinline__ T sum_over_lanes(T value) {
   static_assert(kLanes >= 1 && kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "a group is a power of two");
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step >>= 1) value += __shfl_xor_sync(kAllLanes, value, step);

@@ -28,7 +28,7 @@ class _DeviceClass:
     work: Any
     merges: Any
     partial_out: Any
-    partial_lse: Any
+    partial_state: Any
 
 
 class AttentionPlan:
@@ -118,7 +118,7 @@ class AttentionPlan:
             cupy.empty((room.work, 8), dtype=np.int32),
             cupy.empty((room.merges, 4), dtype=np.int32),
             cupy.empty((*rows, self._call.v_cache.shape[3]), dtype=np.float32),
-            cupy.empty(rows, dtype=np.float32),
+            cupy.empty((*rows, 2), dtype=np.float32),
         )
 
     def _host(
@@ -175,7 +175,7 @@ class AttentionPlan:
                 int(item.merges.data.ptr),
                 item.room,
                 int(item.partial_out.data.ptr),
-                int(item.partial_lse.data.ptr),
+                int(item.partial_state.data.ptr),
             )
             found += _launch.attention_launches(call, item.kernel_class.kernel, addresses)
         return found + _launch.tail_launches(call)

@@ -76,7 +76,7 @@ class PlanView:
         work_capacity: blocks to launch in x; those past the count leave at once.
         merge_capacity: the same for the merge; 0 when nothing can be split.
         partial_out: address of f32 [partials, num_kv_heads, tile_rows, head_dim].
-        partial_lse: address of f32 [partials, num_kv_heads, tile_rows].
+        partial_state: address of f32 [partials, num_kv_heads, tile_rows, 2].
     """
 
     counts: int
@@ -85,7 +85,7 @@ class PlanView:
     work_capacity: int
     merge_capacity: int
     partial_out: int
-    partial_lse: int
+    partial_state: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +282,7 @@ def _attention_fields(call: AttentionCall, tile_rows: int, plan: PlanView) -> di
         "work": plan.work,
         "merges": plan.merges,
         "partial_out": plan.partial_out,
-        "partial_lse": plan.partial_lse,
+        "partial_state": plan.partial_state,
         "query_token_stride": call.query.strides[0],
         "query_head_stride": call.query.strides[1],
         "out_token_stride": call.out.strides[0],

@@ -36,7 +36,7 @@ ATTENTION = _struct(
     pointers=(
         _POINTER,
         "query k_cache v_cache k_scale v_scale block_tables table_rows query_start context_lens counts work "
-        "merges alibi_slopes sinks out lse partial_out partial_lse",
+        "merges alibi_slopes sinks out lse partial_out partial_state",
     ),
     strides=(
         _LONG,

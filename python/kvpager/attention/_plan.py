@@ -138,7 +138,7 @@ def plan_class(
 
 
 def view_of(
-    counts: int, work: int, merges: int, room: PlanRoom, partial_out: int, partial_lse: int
+    counts: int, work: int, merges: int, room: PlanRoom, partial_out: int, partial_state: int
 ) -> PlanView:
     """A plan's addresses with its room."""
-    return PlanView(counts, work, merges, room.work, room.merges, partial_out, partial_lse)
+    return PlanView(counts, work, merges, room.work, room.merges, partial_out, partial_state)

@@ -42,3 +42,4 @@ using std::min;
 #define __syncthreads() emulator::barrier(__LINE__)
 #define __syncwarp() emulator::warp_sync(0xffffffffu, __LINE__)
 #define __shfl_xor_sync(mask, value, lane_xor) emulator::shuffle_xor_value(mask, value, lane_xor, __LINE__)
+#define __any_sync(mask, vote) emulator::any(mask, vote, __LINE__)

@@ -51,14 +51,21 @@ void copy_async(void* to, const void* from, int bytes);
 void copy_async_commit();
 void copy_async_wait(int pending_groups);
 
+// Values of 64 bits go in two halves, as CUDA sends them.
 template <class T>
 inline T shuffle_xor_value(unsigned mask, T value, int lane_xor, int line) {
-  static_assert(sizeof(T) == 4, "shuffles move 32 bits");
-  std::uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  bits = shuffle_xor(mask, bits, lane_xor, line);
-  std::memcpy(&value, &bits, 4);
+  static_assert(sizeof(T) % 4 == 0, "shuffles move 32 bits");
+  std::uint32_t bits[sizeof(T) / 4];
+  std::memcpy(bits, &value, sizeof(T));
+  for (std::uint32_t& half : bits) half = shuffle_xor(mask, half, lane_xor, line);
+  std::memcpy(&value, bits, sizeof(T));
   return value;
+}
+// Whether any lane of a whole warp says so.
+inline bool any(unsigned mask, bool vote, int line) {
+  std::uint32_t found = vote;
+  for (int step = 16; step > 0; step >>= 1) found |= shuffle_xor(mask, found, step, line);
+  return found != 0;
 }
 template <bool kTransposed>
 inline void ldmatrix(unsigned (&registers)[4], const void* row, int line) {

@@ -25,7 +25,7 @@ impl FloatBuffer {
 /// Buffers of one thread.
 #[derive(Default)]
 pub(super) struct Scratch {
-    /// Scaled query rows `[heads, rows, key_dim]`.
+    /// Query rows `[heads, rows, key_dim]`.
     pub(super) query: FloatBuffer,
     /// State over all key ranges of the job, and over one of them: `[heads, rows]` maxima, then sums, then
     /// `[heads, rows, value_dim]`.

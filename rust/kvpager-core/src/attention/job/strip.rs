@@ -9,7 +9,7 @@ use crate::attention::kernels::{Kernels, Storage, TILE, Tile};
 use crate::attention::merge::State;
 use crate::attention::plan::{Job, Row, Strip};
 use crate::attention::scratch::Scratch;
-use crate::attention::{KvScale, Tensor};
+use crate::attention::{Dtype, KvScale, Tensor};
 use std::ops::Range;
 
 /// Where the rows of one tile lie.
@@ -97,13 +97,12 @@ impl<'a> StripRun<'a> {
         }
     }
 
-    /// Writes the scaled query rows as fp32, `[heads, rows, key_pad]`, padded with zeros.
+    /// Writes the query rows as fp32, `[heads, rows, key_pad]`, padded with zeros.
     fn pack_query(&self, target: *mut f32) {
         let request = self.call.checked.request;
         let (dtype, stride) = (request.query.dtype(), request.query.strides()[2]);
         let mut at = target;
         for head in self.heads.clone() {
-            let factor = request.options.scale * request.k_scale.of_head(head);
             for row in self.rows {
                 for member in 0..self.shape.group {
                     let source = request.query.at([row.token, head * self.shape.group + member, 0]);
@@ -112,7 +111,7 @@ impl<'a> StripRun<'a> {
                         unsafe {
                             let inside = index < self.shape.head_dim;
                             let value = if inside { read_strided(dtype, source, stride, index) } else { 0.0 };
-                            at.add(self.shape.place(index)).write(value * factor);
+                            at.add(self.shape.place(index)).write(value);
                         }
                     }
                     at = at.wrapping_add(self.shape.key_pad);
@@ -250,6 +249,8 @@ impl<'a> StripRun<'a> {
                 slopes,
                 distances,
                 has_slopes: options.alibi_slopes.is_some(),
+                scale: options.scale * self.call.checked.request.k_scale.of_head(head),
+                exact: self.call.checked.request.out.dtype() == Dtype::F32,
                 softcap: options.softcap.unwrap_or(0.0),
                 scores,
                 rescale,

@@ -25,6 +25,16 @@ pub(super) const TILE: usize = 32;
 /// Rows are padded to a multiple of this many elements, the widest vector.
 pub(super) const ROW_ALIGN: usize = 16;
 
+/// Running maximum, in magnitude, from which the scores of fp32 outputs are refined; below it their rounding stays
+/// well inside the bound of 1e-6.
+const EXACT_ABOVE: f32 = 4.0;
+
+/// How far below the maximum a score still weighs enough for its rounding to show, which grows with the score.
+fn exact_within(highest: f32, has_slopes: bool) -> f32 {
+    // With ALiBi the products may be larger than the scores that they end up in.
+    if has_slopes { 8.0 } else { 2.5 + highest.abs().ln() }
+}
+
 /// How a row of keys or values is stored in a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Storage {
@@ -40,7 +50,7 @@ pub(super) enum Storage {
 /// Row `t` of the keys is at `keys[t] + key_offset`, and of the values at `values[t] + value_offset`; both
 /// pointer arrays have `TILE` entries, those past `num_keys` repeating a valid one.
 pub(super) struct Tile {
-    /// `[num_rows, key_dim]`, scaled.
+    /// `[num_rows, key_dim]`, not scaled.
     pub(super) query: *const f32,
     pub(super) num_rows: usize,
     /// Multiples of [`ROW_ALIGN`].
@@ -62,9 +72,13 @@ pub(super) struct Tile {
     pub(super) slopes: *const f32,
     pub(super) distances: *const f32,
     pub(super) has_slopes: bool,
+    /// Factor of the products.
+    pub(super) scale: f32,
+    /// Whether large scores are refined, for an output of fp32.
+    pub(super) exact: bool,
     /// Cap of the scores, 0 for none.
     pub(super) softcap: f32,
-    /// Scratch `[num_rows, TILE]`.
+    /// Scratch `[num_rows, TILE]`: products, then scores, then weights.
     pub(super) scores: *mut f32,
     /// Scratch `[num_rows]`.
     pub(super) rescale: *mut f32,

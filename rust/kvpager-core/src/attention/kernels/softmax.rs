@@ -1,4 +1,8 @@
-//! From scores to weights: cap, ALiBi, mask, and the running maximum and sum of each row. Part of `tile.rs`.
+//! From products to weights: scale, cap, ALiBi, mask, and the running maximum and sum of each row. Part of `tile.rs`.
+//!
+//! A score of 20 in fp32 is off by up to 1e-6 from its rounding alone, and its weight by as much. Where the output
+//! is fp32 and the running maximum is large, the scores near the maximum are therefore computed again in f64,
+//! relative to the maximum: few keys of a peaked row, none of a flat one with small scores.
 
 /// Instantiates the functions with the given target features.
 macro_rules! softmax_kernels {
@@ -42,11 +46,11 @@ macro_rules! softmax_kernels {
             pick_below(magnitude, splat(0.625), near, far)
         }
 
-        /// Cap, ALiBi and mask on `LANES` scores of a row, from key `t` of the tile on.
+        /// Scale, cap, ALiBi and mask on `LANES` products of a row, from key `t` of the tile on.
         #[inline]
         #[target_feature(enable = $features)]
-        fn adjust(tile: &Tile, scores: V, t: usize, span: [u32; 2], slope: f32, distance: f32) -> V {
-            let mut x = scores;
+        fn adjust(tile: &Tile, products: V, t: usize, span: [u32; 2], slope: f32, distance: f32) -> V {
+            let mut x = mul(products, splat(tile.scale));
             if tile.softcap > 0.0 {
                 x = mul(tanh(div(x, splat(tile.softcap))), splat(tile.softcap));
             }
@@ -57,14 +61,80 @@ macro_rules! softmax_kernels {
             keep_between(x, number, splat(span[0] as f32), splat(span[1] as f32))
         }
 
-        /// Turns a row's scores into weights relative to its running maximum, and updates maximum and sum. What
+        /// A row's product with one key, in f64.
+        ///
+        /// # Safety
+        /// `tile` is as its type says, `row < num_rows` and `key < num_keys`.
+        #[inline(never)]
+        #[target_feature(enable = $features)]
+        unsafe fn exact_product<const KIND: u8>(tile: &Tile, row: usize, key: usize) -> f64 {
+            let mut parts = [0.0f64; LANES];
+            let mut add_lanes = |elements: V, query: *const f32| {
+                let mut lanes = [0.0f32; LANES];
+                // SAFETY: a row of the query has `key_dim` elements, a multiple of `LANES`.
+                let query = unsafe {
+                    store(lanes.as_mut_ptr(), elements);
+                    std::slice::from_raw_parts(query, LANES)
+                };
+                for i in 0..LANES {
+                    parts[i] += f64::from(lanes[i]) * f64::from(query[i]);
+                }
+            };
+            // SAFETY: key and row are inside their arrays by the caller's promise.
+            unsafe {
+                let source = (*tile.keys.add(key)).wrapping_offset(tile.key_offset);
+                let query = tile.query.add(row * tile.key_dim);
+                let mut d = 0;
+                while d < tile.key_dim {
+                    if KIND == STORED_BF16_PAIRS {
+                        let (even, odd) = load_pairs(source.cast::<u16>().add(d));
+                        add_lanes(even, query.add(d));
+                        d += LANES;
+                        add_lanes(odd, query.add(d));
+                    } else {
+                        add_lanes(load_stored::<KIND>(source, d), query.add(d));
+                    }
+                    d += LANES;
+                }
+            }
+            parts.iter().sum()
+        }
+
+        /// Subtracts the maximum from a row's scores, and computes those again in f64 that weigh enough to show.
+        ///
+        /// # Safety
+        /// As for `weigh_row`; the scores have gone through `adjust`.
+        #[inline(never)]
+        #[target_feature(enable = $features)]
+        unsafe fn refine_row<const KIND: u8>(tile: &Tile, row: usize, slope: f32, distance: f32) {
+            // SAFETY: `row` is inside the arrays.
+            unsafe {
+                let scores = std::slice::from_raw_parts_mut(tile.scores.add(row * TILE), tile.num_keys);
+                let highest = *tile.max.add(row);
+                let within = exact_within(highest, tile.has_slopes);
+                for (t, score) in scores.iter_mut().enumerate() {
+                    *score -= highest;
+                    if *score > -within {
+                        let mut x = exact_product::<KIND>(tile, row, t) * f64::from(tile.scale);
+                        if tile.softcap > 0.0 {
+                            let cap = f64::from(tile.softcap);
+                            x = cap * (x / cap).tanh();
+                        }
+                        x += f64::from(slope) * (t as f64 + f64::from(distance));
+                        *score = (x - f64::from(highest)) as f32;
+                    }
+                }
+            }
+        }
+
+        /// Turns a row's products into weights relative to its running maximum, and updates maximum and sum. What
         /// the row had accumulated is to be multiplied by `rescale[row]`.
         ///
         /// # Safety
         /// `tile` is as its type says and `row < num_rows`.
         #[inline]
         #[target_feature(enable = $features)]
-        unsafe fn weigh_row(tile: &Tile, row: usize) {
+        unsafe fn weigh_row<const KIND: u8>(tile: &Tile, row: usize) {
             // SAFETY: `row` is inside the arrays; `TILE` is a multiple of `LANES`.
             unsafe {
                 let scores = tile.scores.add(row * TILE);
@@ -95,10 +165,15 @@ macro_rules! softmax_kernels {
                     *tile.rescale.add(row) = factor[0];
                     *tile.max.add(row) = new;
                 }
+                let mut base = new;
+                if tile.exact && (new.abs() > EXACT_ABOVE || tile.has_slopes) {
+                    refine_row::<KIND>(tile, row, slope, distance);
+                    base = 0.0;
+                }
                 let mut total = zero();
                 let mut t = 0;
                 while t < tile.num_keys {
-                    let weight = exp_negative(add(load(scores.add(t)), splat(-new)));
+                    let weight = exp_negative(add(load(scores.add(t)), splat(-base)));
                     total = add(total, weight);
                     store(scores.add(t), weight);
                     t += LANES;

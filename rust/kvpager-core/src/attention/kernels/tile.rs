@@ -19,7 +19,7 @@
 /// Instantiates the tile kernels with the given target features.
 macro_rules! tile_kernels {
     ($features:literal) => {
-        use crate::attention::kernels::{TILE, Tile};
+        use crate::attention::kernels::{EXACT_ABOVE, TILE, Tile, exact_within};
 
         softmax_kernels!($features);
 
@@ -147,7 +147,9 @@ macro_rules! tile_kernels {
             }
         }
 
-        /// Adds the weighted values of `R` rows to `C` vectors of their accumulators from element `d` on.
+        /// Adds the weighted values of `R` rows to `C` vectors of their accumulators from element `d` on. The tile is
+        /// summed apart first: where one key outweighs all others, adding the small ones to it one by one would
+        /// round each of them at its magnitude.
         ///
         /// # Safety
         /// `tile` is as its type says, `row + R <= num_rows` and `d + C * LANES <= value_dim`.
@@ -162,13 +164,6 @@ macro_rules! tile_kernels {
             let fetch = row == 0 && !tile.next_values.is_null();
             // SAFETY: rows, keys and elements are inside their arrays by the caller's promise.
             unsafe {
-                for r in 0..R {
-                    let factor = splat(*tile.rescale.add(row + r));
-                    for c in 0..C {
-                        let at = tile.acc.add((row + r) * tile.value_dim + d + c * LANES);
-                        acc[r][c] = mul(load(at), factor);
-                    }
-                }
                 for t in 0..tile.num_keys {
                     if fetch {
                         let next = (*tile.next_values.add(t)).wrapping_offset(tile.next_value_offset);
@@ -195,8 +190,10 @@ macro_rules! tile_kernels {
                     }
                 }
                 for r in 0..R {
+                    let factor = splat(*tile.rescale.add(row + r));
                     for c in 0..C {
-                        store(tile.acc.add((row + r) * tile.value_dim + d + c * LANES), acc[r][c]);
+                        let at = tile.acc.add((row + r) * tile.value_dim + d + c * LANES);
+                        store(at, fma(load(at), factor, acc[r][c]));
                     }
                 }
             }
@@ -249,7 +246,7 @@ macro_rules! tile_kernels {
                     score_rows::<KIND, 1, LANES>(tile, row);
                 }
                 for row in 0..tile.num_rows {
-                    weigh_row(tile, row);
+                    weigh_row::<KIND>(tile, row);
                 }
                 row = 0;
                 while row + 4 <= tile.num_rows {
