@@ -89,5 +89,7 @@ def _counts(counters: TenantCounters) -> dict[str, Any]:
     }
 
 
-def _quantiles(histogram: Histogram) -> dict[str, float | None]:
-    return {name: histogram.quantile(share) for name, share in _QUANTILES.items()}
+def _quantiles(histogram: Histogram) -> dict[str, Any]:
+    """Upper bounds since the start, and the buckets: their growth gives the page those of a minute."""
+    quantiles = {name: histogram.quantile(share) for name, share in _QUANTILES.items()}
+    return {**quantiles, "bounds": histogram.bounds, "counts": list(histogram.counts)}

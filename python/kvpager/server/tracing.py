@@ -63,13 +63,13 @@ class RequestSpan:
 
 
 def start(headers: Mapping[str, str], model: str, job: Job) -> RequestSpan:
-    """Starts a request's span under the one that its headers name."""
+    """Starts a request's span under the web framework's, or else under the one that the headers name."""
     if trace is None:
         return RequestSpan(None)
+    is_inside = trace.get_current_span().get_span_context().is_valid
     span = trace.get_tracer("kvpager").start_span(
         "llm_request",
-        context=propagate.extract(headers),
-        kind=trace.SpanKind.SERVER,
+        context=None if is_inside else propagate.extract(headers),
         attributes={
             "gen_ai.request.model": model,
             "gen_ai.request.max_tokens": job.params.max_tokens,
