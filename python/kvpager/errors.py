@@ -102,7 +102,7 @@ class GenerationError(KvPagerError):
     """A request that was accepted failed: the model failed, its quota was lowered, or its engine ended.
 
     Attributes:
-        reason: `error`, `capacity` or `aborted`.
+        reason: `error`, `capacity`, `deadline`, `drained` or `aborted`.
         detail: why, without the request's number, which counts everybody's requests.
     """
 

@@ -159,15 +159,27 @@ def test_slow_consumer_delays_nobody_and_gets_everything_at_once(served: AsyncEn
     asyncio.run(main())
 
 
-def test_consumer_that_leaves_too_much_unread_is_ended_with_the_reason() -> None:
+def test_consumer_that_leaves_too_much_unread_is_waited_for_and_loses_nothing() -> None:
     engine = AsyncEngine(Engine(NullRunner(), EngineConfig(num_blocks=64, max_buffered_tokens=20)))
 
     async def main() -> None:
         stream = engine.generate([1], GenerationParams(max_tokens=500))
+        (generation,) = stream.generations
+        while not generation.is_paused:
+            await asyncio.sleep(0.002)
+        assert len((await collect(engine, [2], 50))[1]) == 50, "others go on"
+        assert 20 <= len(generation.token_ids) <= 22
+        tokens = [token async for output in stream for token in output.token_ids]
+        check_tokens(generation.request_id, tokens, 500)
+
+    async def leave() -> None:
+        stream = engine.generate([1], GenerationParams(max_tokens=500))
+        while not stream.generations[0].is_paused:
+            await asyncio.sleep(0.002)
+        stream.close()
         await wait_until_idle(engine)
-        with pytest.raises(GenerationError, match="left more than 20 tokens unread"):
-            async for _ in stream:
-                pass
+
+    asyncio.run(leave())
 
     asyncio.run(main())
     engine.close()
@@ -290,6 +302,17 @@ def test_refusal_is_raised_at_the_call(served: AsyncEngine) -> None:
     async def main() -> None:
         with pytest.raises(RefusedError, match="need 626 blocks of 16 tokens; the pool has 512"):
             served.generate([1] * 10000, GenerationParams(max_tokens=2))
+
+    asyncio.run(main())
+
+
+def test_request_that_is_not_done_by_its_deadline_fails_with_the_reason(served: AsyncEngine) -> None:
+    async def main() -> None:
+        stream = served.generate([1], GenerationParams(max_tokens=5000, deadline=0.05))
+        with pytest.raises(GenerationError, match="deadline") as failed:
+            async for _ in stream:
+                pass
+        assert failed.value.reason == "deadline"
 
     asyncio.run(main())
 

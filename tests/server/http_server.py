@@ -91,7 +91,7 @@ def running_server(
     config = EngineConfig(**({"num_blocks": 2048} | sizes))
     engine = Engine(runner or NullRunner(step_time=0.001), config, tokenizer=tokenizer)
     for name, spec in table.tenants.items():
-        engine.add_tenant(name, guaranteed=spec.guaranteed, limit=spec.limit, weight=spec.weight)
+        engine.add_tenant(name, **spec.quota())
     served = AsyncEngine(engine)
     told = ServerSettings(model_name="null", tokenizer=tokenizer, tenants=table, **(settings or {}))
     addresses = Addresses(bind("127.0.0.1", 0), bind("127.0.0.1", 0))

@@ -257,6 +257,30 @@ def test_full_queue_is_429_and_says_nothing_of_others() -> None:
         server.wait_until_idle()
 
 
+def test_request_beyond_the_time_limit_fails_as_one() -> None:
+    with running_server(settings={"request_timeout": 0.1}) as server:
+        with pytest.raises(openai.InternalServerError, match="it ended for deadline") as failed:
+            server.client().completions.create(model="null", prompt="x", max_tokens=5000)
+        assert failed.value.status_code == 504
+        server.wait_until_idle()
+
+
+def test_full_queue_of_a_tenant_is_429_for_that_tenant() -> None:
+    runner = NullRunner(step_time=0.02)
+    table = two_tenants(max_waiting=1)
+    with running_server(runner=runner, table=table, max_running=1) as server:
+        client = server.client()
+        kept = [
+            client.completions.create(model="null", prompt="x", max_tokens=50, stream=True) for _ in range(2)
+        ]
+        with pytest.raises(openai.RateLimitError, match="try again in"):
+            client.completions.create(model="null", prompt="x")
+        other = server.client(BOB).completions.create(model="null", prompt="x", stream=True)
+        for stream in (*kept, other):
+            stream.close()
+        server.wait_until_idle()
+
+
 class FailingRunner(NullRunner):
     """Fails once a request has three tokens."""
 

@@ -281,7 +281,7 @@ def wait_for(url: str) -> None:
     ("arguments", "message"),
     [
         (["--tenants", "/nowhere.toml"], "cannot read /nowhere.toml"),
-        (["--policy", "best"], "--policy 'best' (reserve, watermark, forecast)"),
+        (["--policy", "best"], "--policy is 'best': one of reserve, watermark, forecast is needed"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1 port 8000"),
         (["--model", "null", "--port", "0", "--max-body", "much"], "--max-body is 'much'"),
     ],

@@ -40,6 +40,9 @@ class _Options:
     eviction: Literal["lru", "learned"]
     default_max_tokens: int
     max_body: str
+    request_timeout: float | None
+    overflow: Literal["auto", "recompute", "swap", "refuse"]
+    host_blocks: int
     step_time: float
 
 
@@ -80,6 +83,11 @@ def _serve(
     drain_timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds for running requests after SIGTERM or Ctrl-C.")
     ] = 30.0,
+    request_timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which a request that has not ended fails.")
+    ] = None,
+    overflow: Annotated[str, typer.Option(help="auto, recompute, swap or refuse.")] = "auto",
+    host_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the host tier, for swapping.")] = 0,
     step_time: Annotated[float, typer.Option(min=0.0, help="Seconds of a step of --model null.")] = 0.01,
 ) -> None:
     """Serves /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /metrics and a live page."""
@@ -88,10 +96,7 @@ def _serve(
     if new_key:
         _print_new_key()
         return
-    if policy not in ("reserve", "watermark", "forecast") or eviction not in ("lru", "learned"):
-        raise InvalidArgumentError(
-            f"--policy {policy!r} (reserve, watermark, forecast), --eviction {eviction!r} (lru, learned)"
-        )
+    _check_choices(policy, eviction, overflow)
     options = _Options(
         model=model,
         name=name,
@@ -106,9 +111,25 @@ def _serve(
         eviction=eviction,  # type: ignore[arg-type]
         default_max_tokens=default_max_tokens,
         max_body=max_body,
+        request_timeout=request_timeout,
+        overflow=overflow,  # type: ignore[arg-type]
+        host_blocks=host_blocks,
         step_time=step_time,
     )
     _run(options, host, port, operator_port, drain_timeout)
+
+
+_CHOICES = {
+    "policy": ("reserve", "watermark", "forecast"),
+    "eviction": ("lru", "learned"),
+    "overflow": ("auto", "recompute", "swap", "refuse"),
+}
+
+
+def _check_choices(*chosen: str) -> None:
+    for (name, choices), value in zip(_CHOICES.items(), chosen, strict=True):
+        if value not in choices:
+            raise InvalidArgumentError(f"--{name} is {value!r}: one of {', '.join(choices)} is needed")
 
 
 def _import_server() -> None:
@@ -185,17 +206,20 @@ def _engine(options: _Options, table: TenantTable) -> tuple[Engine, ServerSettin
         max_waiting=options.max_waiting,
         policy=options.policy,
         eviction=options.eviction,
+        overflow=options.overflow,
+        host_blocks=options.host_blocks,
         max_accounts=max(64, len(table.tenants)),
     )
     engine = Engine(runner, config, tokenizer=tokenizer, fingerprint=fingerprint)
     for tenant, spec in table.tenants.items():
-        engine.add_tenant(tenant, guaranteed=spec.guaranteed, limit=spec.limit, weight=spec.weight)
+        engine.add_tenant(tenant, **spec.quota())
     settings = ServerSettings(
         model_name=options.name or name,
         tokenizer=tokenizer,
         tenants=table,
         max_body_bytes=parse_bytes(options.max_body, "--max-body"),
         default_max_tokens=options.default_max_tokens,
+        request_timeout=options.request_timeout,
     )
     return engine, settings
 

@@ -56,6 +56,7 @@ class AsyncEngine:
         )
         self._mailboxes_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kvpager-engine", daemon=True)
+        engine.on_input = self._wake.set
         self._thread.start()
         atexit.register(self.close)
 
@@ -98,7 +99,6 @@ class AsyncEngine:
         """
         stream = GenerationStream(self, asyncio.get_running_loop())
         stream.start(self._engine.submit(prompt, params, tenant=tenant, listener=stream.listener))
-        self._wake.set()
         return stream
 
     async def drain(self, timeout: float | None = None) -> bool:
@@ -150,7 +150,6 @@ class AsyncEngine:
         """Ends requests at the next step. From any thread."""
         for generation in generations:
             self._engine.abort(generation)
-        self._wake.set()
 
     def mailbox(self, loop: asyncio.AbstractEventLoop) -> _Mailbox:
         """The mailbox of an event loop, made by its first stream."""

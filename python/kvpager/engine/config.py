@@ -29,8 +29,10 @@ class EngineConfig:
         reuse: whether there is a prefix index.
         policy: what must be promised before a request runs, see `Scheduler`.
         eviction: which cached block goes first, see `PrefixIndex`.
+        overflow: what happens when running sequences have outgrown the pool, see `Scheduler`.
+        host_blocks: blocks of the host tier, whose memory the runner makes; 0 for none.
         max_accounts: tenants at most; the index's own accounts come on top.
-        max_buffered_tokens: tokens that a consumer may leave unread before its request is aborted.
+        max_buffered_tokens: tokens that a consumer may leave unread before its request is paused.
         max_failures: failed steps in a row after which the engine stops.
 
     Raises:
@@ -47,6 +49,8 @@ class EngineConfig:
     reuse: bool = True
     policy: Literal["reserve", "watermark", "forecast"] = "reserve"
     eviction: Literal["lru", "learned"] = "lru"
+    overflow: Literal["auto", "recompute", "swap", "refuse"] = "auto"
+    host_blocks: int = 0
     max_accounts: int = 64
     max_buffered_tokens: int = 8192
     max_failures: int = 3
@@ -72,6 +76,7 @@ class GenerationParams:
         ignore_eos: whether the tokenizer's end tokens are ordinary ones.
         logprobs: alternatives listed for each token; 0 for the chosen one alone, None for none.
         priority: lower runs first, inside the tenant.
+        deadline: seconds from now in which it may run; then it fails. None for no limit.
         reuse: whether it looks prefixes up and leaves its own in the index.
         sampling: how tokens are chosen; greedy by default.
 
@@ -87,6 +92,7 @@ class GenerationParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     priority: int = 0
+    deadline: float | None = None
     reuse: bool = True
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
@@ -104,6 +110,8 @@ class GenerationParams:
             problems.append("stop has an empty text")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             problems.append(f"logprobs is {self.logprobs}, from 0 to {MAX_LOGPROBS} is needed")
+        if self.deadline is not None and not 0.0 < self.deadline < float("inf"):
+            problems.append(f"deadline is {self.deadline}, above 0 seconds is needed")
         if problems:
             raise InvalidArgumentError("generation: " + "; ".join(problems))
 

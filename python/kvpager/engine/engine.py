@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class Engine:
         config: sizes and policies.
         tokenizer: for prompts and answers as text; None for an engine of token ids.
         max_model_tokens: longest sequence, prompt and output together.
+        on_input: called in the caller's thread after every submission, abort and resumption.
         pool, index, scheduler: the parts; read their statistics, and leave `step` and `commit` to the engine.
 
     Example:
@@ -90,8 +91,12 @@ class Engine:
             max_model_tokens=self.max_model_tokens,
             max_prefill_chunk=config.max_prefill_chunk,
             policy=config.policy,
+            overflow=config.overflow,
+            host_blocks=config.host_blocks,
         )
-        runner.allocate(num_blocks=config.num_blocks, block_size=config.block_size)
+        runner.allocate(
+            num_blocks=config.num_blocks, block_size=config.block_size, host_blocks=config.host_blocks
+        )
         self._fingerprint = fingerprint
         self._tenants: dict[str, Tenant] = {}
         self._counters: dict[str, TenantCounters] = {}
@@ -102,6 +107,7 @@ class Engine:
         self._reason: str | None = None
         self._failures_in_a_row = 0
         self._failed_steps = 0
+        self.on_input: Callable[[], object] = lambda: None
 
     # --- any thread -------------------------------------------------------------------------------------
 
@@ -112,6 +118,7 @@ class Engine:
         guaranteed: int = 0,
         limit: int | None = None,
         weight: float = 1.0,
+        max_waiting: int | None = None,
     ) -> None:
         """Adds a tenant.
 
@@ -120,12 +127,18 @@ class Engine:
             guaranteed: blocks that it gets whatever others do.
             limit: most blocks that it may have; None for the pool's.
             weight: share of service among tenants that wait.
+            max_waiting: requests of it that may wait at once; None for no bound of its own.
 
         Raises:
             InvalidArgumentError: the name is taken, or the pool cannot give the quota.
         """
         self._tenants[name] = self.scheduler.add_tenant(
-            name, guaranteed=guaranteed, limit=limit, weight=weight, fingerprint=self._fingerprint
+            name,
+            guaranteed=guaranteed,
+            limit=limit,
+            weight=weight,
+            fingerprint=self._fingerprint,
+            max_waiting=max_waiting,
         )
         self._counters[name] = TenantCounters()
 
@@ -194,12 +207,23 @@ class Engine:
             for generation in generations:
                 self.abort(generation)
             raise
+        finally:
+            self.on_input()
         return generations
 
     def abort(self, generation: Generation) -> bool:
         """Ends a request at the next step, which frees its blocks; False if it had ended. From any thread."""
         generation.is_aborted = True
-        return not generation.has_ended and self.scheduler.abort(generation.request_id)
+        is_live = not generation.has_ended and self.scheduler.abort(generation.request_id)
+        self.on_input()
+        return is_live
+
+    def resume(self, generation: Generation) -> None:
+        """Goes on with a request that was paused for its consumer. From any thread."""
+        generation.is_paused = False
+        if not generation.has_ended:
+            self.scheduler.resume(generation.request_id)
+            self.on_input()
 
     def snapshot(self) -> EngineSnapshot:
         """Returns the counts of all parts, each of its own moment while the engine steps. From any thread."""
@@ -241,7 +265,7 @@ class Engine:
                 given up; its sequences continue in a later step.
         """
         batch = self.scheduler.step()
-        if batch.num_tokens == 0:
+        if batch.num_tokens == 0 and not _moves_blocks(batch):
             outcome = self.scheduler.commit(batch.step_id, np.zeros(batch.num_sequences + 1, np.int32), [])
             self._close([*batch.finished, *outcome.finished])
             return bool(batch.finished or outcome.finished)
@@ -373,6 +397,7 @@ class Engine:
                 stop_token_ids=stop_token_ids,
                 priority=params.priority,
                 reuse=params.reuse,
+                deadline_seconds=params.deadline,
             )
             generation = Generation(
                 request_id,
@@ -431,9 +456,18 @@ class Engine:
             listener = generation.listener
             if listener is not None:
                 listener.notify(generation)
-                if len(generation.token_ids) - generation.num_taken > limit:
-                    generation.error = f"its consumer left more than {limit} tokens unread"
-                    self.abort(generation)
+                if len(generation.token_ids) - generation.num_taken >= limit:
+                    self._pause(generation)
+
+    def _pause(self, generation: Generation) -> None:
+        """Pauses a request until its consumer has read.
+
+        Either this sees what the reader has taken meanwhile, or the reader sees that it is paused.
+        """
+        self.scheduler.pause(generation.request_id)
+        generation.is_paused = True
+        if len(generation.token_ids) - generation.num_taken < self.config.max_buffered_tokens:
+            self.resume(generation)
 
     def _close(self, finished: Sequence[FinishedRequest]) -> None:
         now = time.perf_counter()
@@ -477,3 +511,8 @@ class Engine:
             batch = self.scheduler.step()
             outcome = self.scheduler.abandon(batch.step_id, "the engine ended")
             self._close([*batch.finished, *outcome.finished])
+
+
+def _moves_blocks(batch: Batch) -> bool:
+    """Whether the runner has memory to move, tokens or none."""
+    return any(map(len, (batch.swap_out, batch.block_zeros, batch.swap_in, batch.block_copies)))

@@ -50,6 +50,7 @@ class Generation:
         account: the scheduler's closing account; None before the end, and if the engine itself broke down.
         error: why it failed, if it did.
         is_aborted: whether somebody asked to end it.
+        is_paused: whether it waits for its consumer to read.
     """
 
     __slots__ = (
@@ -61,6 +62,7 @@ class Generation:
         "has_ended",
         "index",
         "is_aborted",
+        "is_paused",
         "last_token_at",
         "listener",
         "logprobs",
@@ -107,6 +109,7 @@ class Generation:
         self.account: FinishedRequest | None = None
         self.error: str | None = None
         self.is_aborted = False
+        self.is_paused = False
 
     @property
     def queue_wait(self) -> float:

@@ -38,14 +38,20 @@ class ModelRunner(Protocol):
     @property
     def gives_logits(self) -> bool: ...  # noqa: D102
 
-    def allocate(self, *, num_blocks: int, block_size: int) -> None:
-        """Makes the KV memory that the batches' block ids index. Called once, before the first batch."""
+    def allocate(self, *, num_blocks: int, block_size: int, host_blocks: int) -> None:
+        """Makes the KV memory that the batches' block ids index. Called once, before the first batch.
+
+        Args:
+            num_blocks: blocks on the device.
+            block_size: token positions in a block.
+            host_blocks: blocks of the host tier, which `Batch.swap_out` and `Batch.swap_in` name; often 0.
+        """
 
     def run(self, batch: Batch, sampled: Sequence[Generation], /) -> npt.NDArray[Any]:
         """Computes a batch: zeroes, swaps and copies blocks as it says, then the forward pass.
 
         Args:
-            batch: the step; at least one token.
+            batch: the step. It may have no tokens and only move blocks.
             sampled: [R] what is generated at each of `batch.sample_rows`, for runners that sample themselves
                 (`sampling`, `len(token_ids)`).
 
@@ -89,7 +95,7 @@ class NullRunner:
         self.max_model_tokens = max_model_tokens
         self.step_time = step_time
 
-    def allocate(self, *, num_blocks: int, block_size: int) -> None:
+    def allocate(self, *, num_blocks: int, block_size: int, host_blocks: int) -> None:
         """Needs no memory."""
 
     def run(self, _batch: Batch, sampled: Sequence[Generation], /) -> npt.NDArray[np.int32]:

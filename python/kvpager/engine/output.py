@@ -91,6 +91,8 @@ class OutputReader:
             text, token_ids = self._read_text(self._stream, token_ids)
         self.num_tokens += len(token_ids)
         generation.num_taken = self.num_tokens
+        if generation.is_paused:
+            self._engine.resume(generation)
         logprobs = (
             None if generation.params.logprobs is None else generation.logprobs[start : self.num_tokens]
         )
@@ -130,7 +132,7 @@ class OutputReader:
         if generation.account is None or generation.error is not None:
             return "error"
         reason = generation.account.reason
-        return "error" if reason == "capacity" else reason
+        return reason if reason in ("stop", "length", "aborted") else "error"
 
     def _raise_failure(self) -> NoReturn:
         generation, account = self.generation, self.generation.account

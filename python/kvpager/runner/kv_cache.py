@@ -2,14 +2,16 @@
 
 Per layer one K and one V array, `[num_blocks, block_size, num_kv_heads, head_dim]`, fp32 on the CPU. A block
 id means the same index in all of them. Which block holds what is the pool's and the scheduler's business;
-this only owns the memory and does a batch's zeroing and copying over every array.
+this only owns the memory and does a batch's zeroing, swapping and copying over every array.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpager import attention
 from kvpager.errors import InvalidArgumentError
@@ -25,10 +27,17 @@ class KvCache:
     Attributes:
         keys: per layer [num_blocks, block_size, num_kv_heads, head_dim], fp32.
         values: same.
+        host_keys, host_values: of the host tier, per layer [host_blocks, ...], in host memory.
     """
 
     def __init__(
-        self, config: LlamaConfig, *, num_blocks: int, block_size: int, array_module: Any = np
+        self,
+        config: LlamaConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        host_blocks: int = 0,
+        array_module: Any = np,
     ) -> None:
         """Allocates the arrays; memory is touched by the first write.
 
@@ -39,6 +48,7 @@ class KvCache:
             raise InvalidArgumentError(
                 f"a KV cache of {num_blocks} blocks of {block_size} tokens: both must be positive"
             )
+        self._xp = array_module
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
         try:
             self.keys: list[Array] = [
@@ -47,21 +57,45 @@ class KvCache:
             self.values: list[Array] = [
                 array_module.zeros(shape, array_module.float32) for _ in range(config.num_layers)
             ]
+            host_shape = (host_blocks, *shape[1:])
+            self.host_keys = [np.zeros(host_shape, np.float32) for _ in range(config.num_layers)]
+            self.host_values = [np.zeros(host_shape, np.float32) for _ in range(config.num_layers)]
         except MemoryError as error:
-            num_bytes = num_blocks * block_size * config.kv_bytes_per_token
+            num_bytes = (num_blocks + host_blocks) * block_size * config.kv_bytes_per_token
             raise InvalidArgumentError(
-                f"{num_blocks} blocks of {block_size} tokens take {num_bytes} bytes, more than there is"
+                f"{num_blocks + host_blocks} blocks of {block_size} tokens take {num_bytes} bytes, more than "
+                "there is"
             ) from error
 
     def prepare(self, batch: Any) -> None:
-        """Does what a batch asks for before its forward pass: zeroing, then copies.
+        """Does what a batch asks for before its forward pass: swap out, zero, swap in, copy, in this order.
 
         Args:
-            batch: a scheduler's batch; reads `block_zeros` i32[Z] and `block_copies` i32[C, 2].
+            batch: a scheduler's batch; reads `swap_out` and `swap_in` i32[n, 2], `block_zeros` i32[Z] and
+                `block_copies` i32[C, 2].
         """
+        if len(batch.swap_out):
+            for device, host in self._tiers():
+                device_ids, host_ids = batch.swap_out.T
+                host[host_ids] = _on_host(device[device_ids])
         if len(batch.block_zeros):
             for cache in (*self.keys, *self.values):
                 attention.zero_blocks(cache, batch.block_zeros)
+        if len(batch.swap_in):
+            for device, host in self._tiers():
+                host_ids, device_ids = batch.swap_in.T
+                device[device_ids] = self._xp.asarray(host[host_ids])
         if len(batch.block_copies):
             for keys, values in zip(self.keys, self.values, strict=True):
                 attention.copy_blocks(keys, values, batch.block_copies)
+
+    def _tiers(self) -> Iterator[tuple[Array, npt.NDArray[np.float32]]]:
+        """Each array on the device with the one of the host tier."""
+        yield from zip(self.keys, self.host_keys, strict=True)
+        yield from zip(self.values, self.host_values, strict=True)
+
+
+def _on_host(array: Array) -> npt.NDArray[np.float32]:
+    """The array in host memory; CuPy's arrays have `get`."""
+    host: npt.NDArray[np.float32] = array.get() if hasattr(array, "get") else array
+    return host

@@ -94,10 +94,14 @@ class LlamaModel:
         self.array_module = array_module
         self._weights = weights if array_module is np else weights.to(array_module)
 
-    def new_cache(self, *, num_blocks: int, block_size: int) -> KvCache:
-        """Returns KV arrays for this model, on its device."""
+    def new_cache(self, *, num_blocks: int, block_size: int, host_blocks: int = 0) -> KvCache:
+        """Returns KV arrays for this model, on its device, and those of a host tier."""
         return KvCache(
-            self.config, num_blocks=num_blocks, block_size=block_size, array_module=self.array_module
+            self.config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            host_blocks=host_blocks,
+            array_module=self.array_module,
         )
 
     def to_host(self, array: Array) -> npt.NDArray[np.float32]:

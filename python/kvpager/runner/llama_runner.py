@@ -31,17 +31,21 @@ class LlamaRunner:
         self.vocab_size = model.config.vocab_size
         self.max_model_tokens = model.config.max_positions
 
-    def allocate(self, *, num_blocks: int, block_size: int) -> None:
-        """Makes K and V arrays for every layer.
+    def allocate(self, *, num_blocks: int, block_size: int, host_blocks: int) -> None:
+        """Makes K and V arrays for every layer, on the device and for the host tier.
 
         Raises:
             InvalidArgumentError: more memory than there is (with the bytes).
         """
-        self._cache = self._model.new_cache(num_blocks=num_blocks, block_size=block_size)
+        self._cache = self._model.new_cache(
+            num_blocks=num_blocks, block_size=block_size, host_blocks=host_blocks
+        )
 
     def run(self, batch: Batch, _sampled: Sequence[Generation], /) -> npt.NDArray[np.float32]:
         """Zeroes and copies what the batch asks for, then computes its logits [R, vocab_size]."""
         if self._cache is None:
             raise WrongStateError("the runner has no KV memory: call `allocate` first")
         self._cache.prepare(batch)
+        if batch.num_tokens == 0:
+            return np.zeros((0, self.vocab_size), np.float32)
         return self._model.to_host(self._model.forward(batch, self._cache))

@@ -97,7 +97,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, settings: ServerSettings)
         tenant = _tenant_of(request, settings)
         wanted = parse_request(CompletionRequest, await request.body())
         _check_model(wanted.model, settings)
-        params = wanted.to_params(wanted.max_tokens, wanted.logprobs)
+        params = wanted.to_params(wanted.max_tokens, wanted.logprobs, settings.request_timeout)
         answer_format = AnswerFormat(settings.tokenizer, settings.model_name, is_chat=False)
         job = Job(tenant, wanted.prompts, params, answer_format, wanted.stream, wanted.includes_usage)
         return await answer(engine, settings, request, job)
@@ -112,6 +112,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, settings: ServerSettings)
         params = wanted.to_params(
             limit or _default_max_tokens(engine, settings, tenant, len(ids), wanted.min_tokens),
             wanted.top_logprobs if wanted.logprobs else None,
+            settings.request_timeout,
         )
         answer_format = AnswerFormat(settings.tokenizer, settings.model_name, is_chat=True)
         job = Job(tenant, [ids], params, answer_format, wanted.stream, wanted.includes_usage)

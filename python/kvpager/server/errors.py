@@ -58,14 +58,29 @@ def error_body(
     return {"error": {"message": text, "type": kind, "param": param, "code": code}}
 
 
-def retry_after(counters: TenantCounters) -> int:
+_STEP_TIME = 0.05
+"""Seconds of a step, for a tenant that has seen none."""
+
+
+def retry_after(counters: TenantCounters, steps: int | None = None) -> int:
     """Whole seconds after which a tenant's request may find a place, from its own history alone.
 
-    The mean time between ends of its requests, as long as as many run as now; 1 to 60.
+    Args:
+        counters: of the tenant.
+        steps: the scheduler's estimate, from the tenant's own queue. Without it, the mean time between ends
+            of the tenant's requests, as long as as many run as now.
+
+    Returns:
+        1 to 60.
     """
-    latency = counters.latency
-    mean = latency.total / latency.count if latency.count else 1.0
-    return min(60, max(1, math.ceil(mean / max(1, counters.num_running))))
+    if steps is not None:
+        per_token = counters.time_per_output_token
+        seconds = steps * (per_token.total / per_token.count if per_token.count else _STEP_TIME)
+    else:
+        latency = counters.latency
+        mean = latency.total / latency.count if latency.count else 1.0
+        seconds = mean / max(1, counters.num_running)
+    return min(60, max(1, math.ceil(seconds)))
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -86,7 +101,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(GenerationError)
     async def failed(_request: Request, error: GenerationError) -> JSONResponse:
-        return JSONResponse(error_body(500, error.detail, code=error.reason), 500)
+        status = 504 if error.reason == "deadline" else 500
+        return JSONResponse(error_body(status, error.detail, code=error.reason), status)
 
     @app.exception_handler(HTTPException)
     async def http(_request: Request, error: HTTPException) -> JSONResponse:
@@ -100,12 +116,12 @@ def refusal(error: RefusedError, counters: TenantCounters) -> ApiError:
     if not error.retryable:
         text = str(error).removeprefix("refused: ")
         return ApiError(400, text, code="context_length_exceeded", param="max_tokens")
-    return too_many("too many requests are waiting", counters)
+    return too_many("too many requests are waiting", counters, error.retry_after_steps)
 
 
-def too_many(text: str, counters: TenantCounters) -> ApiError:
+def too_many(text: str, counters: TenantCounters, steps: int | None = None) -> ApiError:
     """429 with the time after which to try again."""
-    seconds = retry_after(counters)
+    seconds = retry_after(counters, steps)
     return ApiError(
         429,
         f"{text}: try again in {seconds} s",

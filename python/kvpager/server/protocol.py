@@ -83,7 +83,7 @@ class _Request(BaseModel):
         """Whether the stream ends with a chunk of usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def to_params(self, max_tokens: int, logprobs: int | None) -> GenerationParams:
+    def to_params(self, max_tokens: int, logprobs: int | None, deadline: float | None) -> GenerationParams:
         """The engine's settings.
 
         Raises:
@@ -100,6 +100,7 @@ class _Request(BaseModel):
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
             priority=self.priority,
+            deadline=deadline,
             reuse=self.cache_salt is None,
             sampling=SamplingParams(
                 temperature=self.temperature, top_k=max(0, self.top_k), top_p=self.top_p, **seed

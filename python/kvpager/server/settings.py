@@ -29,6 +29,7 @@ class ServerSettings:
         tenants: who may ask.
         max_body_bytes: longest request body; a longer one gets 413.
         default_max_tokens: tokens of a chat answer that names no maximum.
+        request_timeout: seconds after which a request that has not ended fails; None for no limit.
         max_metric_tenants: tenants with labels of their own in `/metrics`; the others are summed as `_other`.
     """
 
@@ -37,4 +38,5 @@ class ServerSettings:
     tenants: TenantTable
     max_body_bytes: int = 1 << 20
     default_max_tokens: int = 512
+    request_timeout: float | None = None
     max_metric_tenants: int = 100

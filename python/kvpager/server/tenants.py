@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -37,6 +37,7 @@ class TenantSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         limit: most blocks that it may have; None for the pool's.
         weight: share of service among tenants that wait.
         max_requests: samples in flight, waiting ones included; further requests get 429.
+        max_waiting: samples that may wait at once; further requests get 429.
     """
 
     key_hashes: tuple[_KeyHash, ...] = ()
@@ -44,6 +45,12 @@ class TenantSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     limit: Annotated[int, msgspec.Meta(ge=1)] | None = None
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     max_requests: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_waiting: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+    def quota(self) -> dict[str, Any]:
+        """What `Engine.add_tenant` takes."""
+        names = ("guaranteed", "limit", "weight", "max_waiting")
+        return {name: getattr(self, name) for name in names}
 
 
 class _Operator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

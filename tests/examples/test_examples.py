@@ -1,0 +1,49 @@
+"""Every example runs, and prints what it promises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROMISES = {
+    "asyncio_server": ["8 clients got 320 characters, [2-8] answers differ", "blocks held at the end: 0"],
+    "own_model_runner": [r"12 of 12 answers are right, [1-9]\d* prompt tokens came from the cache", "end: 0"],
+    "threads": ["8 threads got 1600 tokens of 200 requests", "tried again: True", "held at the end: 0"],
+    "tenants": [
+        "alice's second request finds 64 of 80 tokens",
+        "bob's first request, the same prompt, finds 0",
+        "bob, over his limit: .*need 24 blocks.*may have 12",
+        r"blocks of bob at most: (\d|1[012]) \(limit 12\)",
+    ],
+    "policies": [r"reserve +\d+ +\d+ +0 +0", r"watermark +\d+ +\d+ +[1-9]", r"forecast +\d+ +\d+ +\d+ +\d+"],
+    "host_swap": [
+        r"recompute: 12 of 12 answers are right; 0 blocks out, 0 in, [1-9]\d* tokens computed again",
+        r"swap: 12 of 12 answers are right; [1-9]\d* blocks out, [1-9]\d* in, 0 tokens computed again",
+    ],
+}
+
+
+def test_every_example_is_tested(repository: Path) -> None:
+    assert {path.stem for path in (repository / "examples").glob("*.py")} == set(PROMISES)
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_example_prints_what_it_promises(repository: Path, name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(repository / "examples" / f"{name}.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for promise in PROMISES[name]:
+        assert re.search(promise, done.stdout), done.stdout
+
+
+def test_embedding_in_an_asyncio_server_takes_fewer_than_80_lines(repository: Path) -> None:
+    assert len((repository / "examples/asyncio_server.py").read_text().splitlines()) < 80
