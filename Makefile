@@ -72,8 +72,8 @@ bench: setup ## A step of the scheduler and CPU attention; pages are listed in b
 	$(BIN)/python benches/python/scheduler_step.py
 	$(BIN)/python benches/python/attention_cpu.py
 
-reproduce: setup ## The policy, eviction and speed tables of the replay, from the traces.
-	$(BIN)/python benches/python/replay_policies.py --out benches/results/replay.md
+reproduce: setup ## Rewrite the replay's tables in benches/RESULTS.md from the traces, beside peers that are installed.
+	$(BIN)/python benches/python/reproduce.py
 
 wheel: $(VENV)/.base ## Build a wheel into dist/.
 	$(BIN)/maturin build --release --out dist

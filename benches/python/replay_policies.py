@@ -1,36 +1,31 @@
-"""Admission policies against the clairvoyant schedule, eviction curves, and the speed of a replay.
-
-    python benches/python/replay_policies.py [--shared ../shared] [--requests 5000] [--out FILE.md]
-
-Every cell is a run of the real scheduler, index and pool in virtual time (`kvpager replay`). The speed rows
-are the wall time of the command itself, readers included.
-"""
+"""Tables of admission, overflow and tenants: virtual time, so the same on every machine."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
-import resource
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvpager.replay.run import RunSettings
+from sections import head, row
+
+from kvpager.replay.run import RunSettings, served_tokens
 from kvpager.replay.study import Study
 
+__all__ = ["MOONCAKE", "WORKLOADS", "admission", "overflow", "reordered", "tenants"]
+
+MOONCAKE = "mooncake_conversation_trace.jsonl.gz"
+AZURE = "AzureLLMInferenceTrace_conv.csv.gz"
 POLICIES = ("reserve", "watermark", "forecast")
 POOL_TOKENS = (100_000, 300_000, 1_000_000)
-MOONCAKE = "mooncake_conversation_trace.jsonl.gz"
-FOOTPRINT_BLOCKS = {1: 1708, 2: 3417, 5: 8544, 10: 17089, 20: 34179, 50: 85449}
+HOST_TIER = 4
+"""Blocks of the host tier, in pools."""
+OVERFLOW_POOL_TOKENS = 100_000
 
 WORKLOADS = {
     "R1 (ServeGen)": ("servegen_deepseek-r1_clients_A.tar.xz", 16384),
     "R1 lengths": ("generate:reasoning", 16384),
-    "Azure conv": ("AzureLLMInferenceTrace_conv.csv.gz", 4096),
+    "Azure conv": (AZURE, 4096),
     "arXiv": ("arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv.gz", 4096),
     "Mooncake conv": (MOONCAKE, 4096),
     "shift": ("generate:shift", 16384),
@@ -38,175 +33,128 @@ WORKLOADS = {
 }
 
 
-def source(traces: Path, name: str) -> str:
-    return name if name.startswith("generate:") else str(traces / name)
-
-
-def settings(pool_tokens: int, requests: int, max_output_tokens: int) -> RunSettings:
-    return RunSettings(
+def _study(traces: Path, name: str, pool_tokens: int, requests: int, **more: Any) -> Study:
+    file, most = WORKLOADS[name]
+    settings = RunSettings(
         blocks=pool_tokens // 16,
         reuse=False,
         arrivals="saturate",
         requests=requests,
-        max_output_tokens=max_output_tokens,
+        max_output_tokens=most,
         max_model_tokens=1 << 18,
     )
+    source = file if file.startswith("generate:") else str(traces / file)
+    return Study(source=source, settings=settings, **more)
 
 
-def row(run: dict[str, Any]) -> str:
+def _with_host_tier(study: Study) -> Study:
+    return replace(study, settings=replace(study.settings, host_blocks=HOST_TIER * study.settings.blocks))
+
+
+def _cells(run: dict[str, Any]) -> tuple[str, ...]:
     finished = max(1, run["finished"])
     prompt = max(1, run["prompt_tokens"])
     return (
-        f"{run['policy']} | {run['virtual_time'] / run['oracle_time']:.3f} | "
-        f"{run['steps'] / run['oracle']['steps']:.2f} | {run['preempted_requests'] / finished:.2%} | "
-        f"{run['recomputed_tokens'] / prompt:.2%} | {run['swapped_tokens'] / prompt:.2%} | "
-        f"{run['worst_token_gap']:.2f} | {run['batch_size']['p50']:.0f} / {run['batch_size']['max']:.0f}"
+        f"{run['policy']}{', host tier' if run['host_blocks'] else ''}",
+        f"{run['virtual_time'] / run['oracle_time']:.3f}",
+        f"{run['steps'] / run['oracle']['steps']:.2f}",
+        f"{run['preempted_requests'] / finished:.2%}",
+        f"{run['recomputed_tokens'] / prompt:.2%}",
+        f"{run['swapped_tokens'] / prompt:.2%}",
+        f"{run['worst_token_gap']:.2f}",
+        f"{run['batch_size']['p50']:.0f} / {run['batch_size']['max']:.0f}",
     )
 
 
-def policy_rows(traces: Path, requests: int) -> Iterator[str]:
-    for name, (file, most) in WORKLOADS.items():
-        count = 3060 if name == "shock" else requests
+def admission(traces: Path, requests: int) -> Iterator[str]:
+    """Every policy on every workload and pool, against the clairvoyant schedule."""
+    shares = ("preempted", "recomputed", "swapped")
+    yield from head("workload", "pool", "policy", "time", "steps", *shares, "gap, s", "batch p50 / max")
+    for name in WORKLOADS:
+        count = min(3060, requests) if name == "shock" else requests
         for tokens in POOL_TOKENS if name != "shock" else POOL_TOKENS[:1]:
             if name == "Mooncake conv" and tokens == 100_000:
                 continue  # its longest prompts alone exceed the pool
-            study = Study(
-                source=source(traces, file), settings=settings(tokens, count, most), policies=POLICIES
-            )
-            for run in study.run():
-                yield f"| {name} | {tokens // 1000}k | {row(run)} |"
+            study = _study(traces, name, tokens, count, policies=POLICIES)
+            runs = study.run()
+            (hosted,) = _with_host_tier(replace(study, policies=("forecast",))).run_policies(None)
+            oracle = {key: runs[0][key] for key in ("oracle", "oracle_time")}
+            for run in [*runs, hosted | oracle]:
+                yield row(name, f"{tokens // 1000}k", *_cells(run))
 
 
-def reordered_rows(traces: Path, requests: int) -> Iterator[str]:
+def reordered(traces: Path, requests: int) -> Iterator[str]:
+    """The worst of five other orders, `forecast` with the host tier."""
+    yield from head("workload", "pool", "time", "preempted", "recomputed", "swapped", "worst gap, s")
     for name in ("R1 (ServeGen)", "R1 lengths", "shift"):
-        file, most = WORKLOADS[name]
         for tokens in POOL_TOKENS[:2]:
-            runs = []
-            for seed in range(1, 6):
-                study = Study(
-                    source=source(traces, file),
-                    settings=settings(tokens, requests, most),
-                    policies=("forecast",),
-                    shuffle=seed,
-                )
-                runs += study.run()
-            worst = max(run["virtual_time"] / run["oracle_time"] for run in runs)
-            preempted = max(run["preempted_requests"] / run["finished"] for run in runs)
-            recomputed = max(run["recomputed_tokens"] / run["prompt_tokens"] for run in runs)
-            gap = max(run["worst_token_gap"] for run in runs)
-            figures = f"{worst:.3f} | {preempted:.2%} | {recomputed:.2%} | {gap:.2f}"
-            yield f"| {name} | {tokens // 1000}k | {figures} |"
-
-
-def eviction_rows(traces: Path) -> Iterator[str]:
-    for eviction in ("lru", "learned"):
-        cells = []
-        for blocks in FOOTPRINT_BLOCKS.values():
-            study = Study(
-                source=str(traces / MOONCAKE),
-                settings=RunSettings(blocks=blocks, block_size=512),
-                evictions=(eviction,),
-                sequential=True,
+            study = _with_host_tier(_study(traces, name, tokens, requests, policies=("forecast",)))
+            runs = [run for seed in range(1, 6) for run in replace(study, shuffle=seed).run()]
+            yield row(
+                name,
+                f"{tokens // 1000}k",
+                f"{max(run['virtual_time'] / run['oracle_time'] for run in runs):.3f}",
+                f"{max(run['preempted_requests'] / run['finished'] for run in runs):.2%}",
+                f"{max(run['recomputed_tokens'] / run['prompt_tokens'] for run in runs):.2%}",
+                f"{max(run['swapped_tokens'] / run['prompt_tokens'] for run in runs):.2%}",
+                f"{max(run['worst_token_gap'] for run in runs):.2f}",
             )
-            (run,) = study.run()
-            cells.append(f"{run['hit_blocks'] / run['lookup_blocks']:.2%}")
-        yield f"| {eviction} | {' | '.join(cells)} |"
 
 
-def command_seconds(*arguments: str) -> float:
-    began = time.perf_counter()
-    command = [sys.executable, "-c", "from kvpager.cli import main; main()", "replay", *arguments, "--json"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - began
+def _quantiles(latency: dict[str, float]) -> str:
+    return " / ".join(f"{latency[key]:.3g}" for key in ("p50", "p99", "max"))
 
 
-def speed_rows(traces: Path) -> Iterator[str]:
-    for size in ("512", "16"):
-        times = sorted(
-            command_seconds(str(traces / MOONCAKE), "--block-size", size, "--no-oracle") for _ in range(5)
+def overflow(_traces: Path, requests: int) -> Iterator[str]:
+    """The same burst with each answer to overflow; latencies are those of the busiest ten seconds."""
+    latencies = ("first token p50 / p99 / max, s", "worst gap p50 / p99 / max, s")
+    yield from head(
+        "policy", "answer", *latencies, "taken back", "ended early", "lost tokens", "swapped tokens"
+    )
+    blocks = OVERFLOW_POOL_TOKENS // 16
+    study = Study(
+        source="generate:burst",
+        settings=RunSettings(
+            blocks=blocks,
+            host_blocks=HOST_TIER * blocks,
+            reuse=False,
+            requests=requests,
+            max_output_tokens=16384,
+        ),
+        policies=("watermark", "forecast"),
+        overflows=("recompute", "swap", "refuse"),
+        oracle=False,
+    )
+    for run in study.run():
+        latency = run["burst"]["latency"]
+        yield row(
+            run["policy"],
+            run["overflow"],
+            _quantiles(latency["time_to_first_token"]),
+            _quantiles(latency["worst_gap"]),
+            f"{run['preempted_requests']:,}",
+            f"{sum(run['ended_otherwise'].values()):,}",
+            f"{run['lost_tokens']:,}",
+            f"{run['swapped_tokens']:,}",
         )
-        yield f"| {size} | {times[2]:.2f} | {times[0]:.2f} | {times[-1]:.2f} |"
 
 
-POLICY_HEAD = """
-## Admission, against the clairvoyant schedule
-
-| workload | pool | policy | time | steps | preempted | recomputed | swapped | gap, s | batch p50 / max |
-|---|---|---|---|---|---|---|---|---|---|"""
-
-REORDERED_HEAD = """
-Worst of five other orders, `forecast`:
-
-| workload | pool | time | preempted | recomputed | worst gap, s |
-|---|---|---|---|---|---|"""
-
-EVICTION_HEAD = """
-## Hit rate by cache size (share of the footprint)
-
-Mooncake conversation, blocks of 512, one request at a time.
-"""
-
-SPEED_HEAD = """
-## Wall time of `kvpager replay`
-
-{streamed}
-The Mooncake trace (12,031 requests, 4.1 M output tokens) under `reserve`, seconds, start of Python included.
-
-| block size | median of 5 | best | worst |
-|---|---|---|---|"""
-
-
-def peak_mebibytes() -> float:
-    """Largest resident size of the commands so far."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-
-
-def streamed(requests: int) -> str:
-    options = ("--arrivals", "saturate", "--reuse", "off", "--no-oracle")
-    seconds = command_seconds("generate:short", "--requests", str(requests), *options)
-    return (
-        f"{requests:,} generated requests (`generate:short`) streamed through in {seconds:.1f} s with at "
-        f"most {peak_mebibytes():.0f} MiB resident.\n"
+def tenants(traces: Path, requests: int) -> Iterator[str]:
+    """What tenants of different sizes get while all of them wait."""
+    yield from head(
+        *("tenants", "Jain's index", "tenant", "requests", "served tokens", "behind"),
+        "first token p50 / p99 / max, s",
     )
-
-
-def report(traces: Path, requests: int, stream: int) -> Iterator[str]:
-    yield "# Replay: policies, eviction, speed\n"
-    yield (
-        f"`python benches/python/replay_policies.py --requests {requests}`; "
-        f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores (shared with "
-        "other work: wall times are upper bounds). Virtual clock: "
-        "step = max(4.8 ms, 0.04 ms x tokens) + 3.9e-5 ms x context tokens; blocks of 16, 8,192 tokens and "
-        "1,024 sequences a step, all requests waiting at once, no reuse. No host tier: what is taken back is "
-        "recomputed."
-    )
-    yield POLICY_HEAD
-    yield from policy_rows(traces, requests)
-    yield REORDERED_HEAD
-    yield from reordered_rows(traces, requests)
-    yield EVICTION_HEAD
-    yield "| eviction | " + " | ".join(f"{share} %" for share in FOOTPRINT_BLOCKS) + " |"
-    yield "|---|" + "---|" * len(FOOTPRINT_BLOCKS)
-    yield from eviction_rows(traces)
-    yield SPEED_HEAD.format(streamed=streamed(stream))
-    yield from speed_rows(traces)
-    yield f"\nLargest resident size of those commands: {peak_mebibytes():.0f} MiB."
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shared", type=Path, default=Path(os.environ.get("KVPAGER_SHARED", "../shared")))
-    parser.add_argument("--requests", type=int, default=5000)
-    parser.add_argument("--stream", type=int, default=10_000_000, help="requests of the streaming row")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    lines = []
-    for line in report(options.shared / "traces", options.requests, options.stream):
-        print(line, flush=True)
-        lines.append(line)
-    if options.out is not None:
-        options.out.write_text("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    for rule in ("heavy=9,light=1", "prompt:short<=512,mid<=2048,long", "round-robin:4"):
+        more = {"policies": ("forecast",), "tenants": rule, "oracle": False}
+        (run,) = _study(traces, "Azure conv", 300_000, requests, **more).run()
+        for tenant in run["tenants"]:
+            yield row(
+                f"`{rule}`",
+                f"{run['fairness']:.3f}",
+                tenant["tenant"],
+                f"{tenant['finished']:,}",
+                f"{served_tokens(tenant):,}",
+                f"{tenant['worst_service_gap']:,}",
+                _quantiles(tenant["latency"]["time_to_first_token"]),
+            )

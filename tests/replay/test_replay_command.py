@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,25 +42,28 @@ def test_every_request_of_the_trace_ends_and_the_keys_are_there(mooncake: Path) 
     assert run["oracle_time"] > 0
 
 
-def test_same_seed_gives_the_same_output_but_for_wall_times() -> None:
-    def figures(seed: int) -> dict[str, Any]:
-        options = (
-            "--requests",
-            300,
-            "--seed",
-            seed,
-            "--arrivals",
-            "rate",
-            "--rate",
-            4,
-            "--policy",
-            "forecast",
-        )
-        (run,) = runs("generate:chat", *options)
-        return {key: value for key, value in run.items() if key not in WALL}
+def test_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    def output(seed: int, name: str) -> list[bytes]:
+        page = tmp_path / name / "report.html"
+        page.parent.mkdir()
+        options = ("--requests", 300, "--seed", seed, "--arrivals", "rate", "--rate", 4, "--blocks", 3000)
+        choices = ("--policy", "forecast,watermark", "--tenants", "a=2,b=1", "--report", page, "--no-timings")
+        printed = [run("generate:chat", *options, *choices, *form).stdout for form in ((), ("--json",))]
+        assert all(printed)
+        return [*(text.encode() for text in printed), page.read_bytes()]
 
-    assert figures(1) == figures(1)
-    assert figures(1) != figures(2)
+    first, again, other = output(1, "first"), output(1, "again"), output(2, "other")
+    assert first == again
+    assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_timings_are_all_that_no_timings_leaves_out() -> None:
+    (timed,) = runs("generate:chat", "--requests", 50)
+    (bare,) = runs("generate:chat", "--requests", 50, "--no-timings")
+    assert {key for key, value in bare.items() if value is None} == WALL
+    assert {key: value for key, value in timed.items() if key not in WALL} == {
+        key: value for key, value in bare.items() if key not in WALL
+    }
 
 
 def test_policies_and_evictions_are_compared_side_by_side(mooncake: Path) -> None:

@@ -18,7 +18,7 @@ from .commands import run, write_lines
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("report")
     rows = [
-        {"timestamp": 40 * i, "input_length": 600, "output_length": 9, "hash_ids": [i % 7, 1000 + i]}
+        {"timestamp": 100 * i, "input_length": 600, "output_length": 9, "hash_ids": [i % 7, 1000 + i]}
         for i in range(200)
     ]
     trace = write_lines(directory / "trace</script>.jsonl".replace("/", "_"), rows)
@@ -27,6 +27,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "reserve,watermark",
         "--eviction",
         "lru",
+        "--tenants",
+        "round-robin:2",
         "--blocks",
         300,
         "--report",

@@ -184,15 +184,3 @@ BAD_TENANTS = [
 def test_bad_tenant_rules_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"--tenants is .*expected chat=3,batch=1"):
         parse_tenants(text)
-
-
-def test_ten_million_requests_stream_in_bounded_memory() -> None:
-    """Sampled down: the columns of a generated workload are made as they are asked for."""
-    trace = open_trace("generate:short", requests=10_000_000)
-    total = 0
-    for columns in trace.requests:
-        assert len(columns) <= 8192
-        total += len(columns)
-        if total > 200_000:
-            break
-    assert trace.count == 10_000_000

@@ -112,6 +112,9 @@ def replay(
     ] = None,
     report: Annotated[Path | None, typer.Option(metavar="OUT.html", help="Write a page with plots.")] = None,
     png: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the plots as pictures.")] = None,
+    timings: Annotated[
+        bool, typer.Option(help="Without, the same seed prints the same bytes: no wall times.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run a workload: hit rate, memory, preemptions, latencies in the tail, and the scheduler's own cost.
@@ -170,7 +173,7 @@ def replay(
     if slo is not None and find is not None:
         _search(study, slo, find, as_json=as_json)
     else:
-        _compare(study, first, report, png, as_json=as_json)
+        _compare(study, first, report, png, timings=timings, as_json=as_json)
 
 
 def _calibrated(path: Path) -> tuple[float, float, float]:
@@ -192,9 +195,15 @@ def _percents(text: str) -> tuple[float, ...]:
         raise InvalidArgumentError(f"--short-by is {text!r}, expected percents like 0,1,5,10") from None
 
 
-def _compare(study: Study, trace: Trace, page: Path | None, png: Path | None, *, as_json: bool) -> None:
+def _compare(
+    study: Study, trace: Trace, page: Path | None, png: Path | None, *, timings: bool, as_json: bool
+) -> None:
+    from kvpager.replay.run import without_timings
+
     with _progress(trace, study, shown=not as_json) as progress:
         runs = study.run(progress)
+    if not timings:
+        runs = [without_timings(run) for run in runs]
     if page is not None or png is not None:
         _write_report(study, trace, runs, page, png)
     if as_json:
@@ -220,17 +229,18 @@ def _compare(study: Study, trace: Trace, page: Path | None, png: Path | None, *,
 def _write_report(
     study: Study, trace: Trace, runs: list[dict[str, Any]], page: Path | None, png: Path | None
 ) -> None:
-    from kvpager.replay.report import eviction_curves, write_plots, write_report
+    from kvpager.replay.report import eviction_curves, plots_of, write_plots, write_report
 
     with TemporaryDirectory() as directory:
         target = page or Path(directory) / "report.html"
         interrupted = any(run["interrupted"] for run in runs)
+        curves = [] if interrupted else eviction_curves(study)
         try:
-            write_report(target, runs, trace, study, [] if interrupted else eviction_curves(study))
+            write_report(target, runs, trace, study, curves)
         except OSError as error:
             raise InvalidArgumentError(f"{target}: {error.strerror or error}") from error
         if png is not None:
-            write_plots(target, png)
+            write_plots(target, png, plots=plots_of(runs, curves))
 
 
 def _search(study: Study, slo: str, what: str, *, as_json: bool) -> None:

@@ -98,6 +98,10 @@ def _quantiles(values: dict[str, float], *names: str) -> str:
     return " / ".join(f"{values[name]:,.4g}" for name in names)
 
 
+def _timed(run: Run, key: str, shown: Callable[[Any], str]) -> str:
+    return "" if run[key] is None else shown(run[key])
+
+
 def _oracle(run: Run) -> str:
     if not run["oracle_time"]:
         return "not run"
@@ -118,7 +122,7 @@ _SEQUENTIAL: list[_Row] = [
     ("hit blocks", lambda run: f"{run['hit_blocks']:,} of {run['lookup_blocks']:,}"),
     ("hit rate, tokens", lambda run: _rate(run["hit_tokens"], run["prompt_tokens"])),
     ("peak held blocks", lambda run: f"{run['peak_held']:,}"),
-    ("wall time", lambda run: f"{run['wall_time']:.2f} s"),
+    ("wall time", lambda run: _timed(run, "wall_time", lambda value: f"{value:.2f} s")),
 ]
 
 _ROWS: list[_Row] = [
@@ -157,8 +161,11 @@ _ROWS: list[_Row] = [
     ("virtual time", lambda run: f"{run['virtual_time']:,.1f} s"),
     ("against the oracle", _oracle),
     ("steps", lambda run: f"{run['steps']:,}"),
-    ("scheduler steps a second", lambda run: f"{run['steps_per_second']:,.0f}"),
-    ("scheduler µs a step p50 / p99 / max", lambda run: _quantiles(run["step_us"], "p50", "p99", "max")),
+    ("scheduler steps a second", lambda run: _timed(run, "steps_per_second", lambda value: f"{value:,.0f}")),
+    (
+        "scheduler µs a step p50 / p99 / max",
+        lambda run: _timed(run, "step_us", lambda value: _quantiles(value, "p50", "p99", "max")),
+    ),
 ]
 
 _LATENCIES = (

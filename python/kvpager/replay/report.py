@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from kvpager.errors import KvPagerError, MissingDependencyError
+from kvpager.replay.run import without_timings
 from kvpager.replay.study import Study
 from kvpager.replay.trace import Trace
 
-__all__ = ["PLOTS", "eviction_curves", "find_browser", "write_plots", "write_report"]
+__all__ = ["PLOTS", "eviction_curves", "find_browser", "plots_of", "write_plots", "write_report"]
 
-PLOTS = ("summary", "memory", "batch", "latency", "policies", "eviction")
+PLOTS = ("summary", "memory", "batch", "latency", "policies", "burst", "tenants", "eviction")
 """The figures of the page, by their id."""
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell")
@@ -45,7 +46,7 @@ def write_report(
                 *(f" {note}." for note in trace.notes),
             )
         ),
-        "runs": runs,
+        "runs": [without_timings(run) for run in runs],
         "eviction_curves": curves,
     }
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
@@ -71,6 +72,23 @@ def eviction_curves(study: Study) -> list[dict[str, Any]]:
             hits.append(100 * run["hit_blocks"] / max(1, run["lookup_blocks"]))
         curves.append({"eviction": eviction, "blocks": sizes, "hit_percent": hits})
     return curves
+
+
+def plots_of(runs: list[dict[str, Any]], curves: list[dict[str, Any]]) -> list[str]:
+    """The figures that a page of these runs has: those without anything to show are left out.
+
+    Args:
+        runs: the runs.
+        curves: hit rates by cache size.
+    """
+    timed = any(run.get("timeline") for run in runs)
+    there = dict.fromkeys(PLOTS, timed) | {
+        "summary": True,
+        "burst": any(run.get("burst") for run in runs),
+        "tenants": any(len(run.get("tenants", ())) > 1 for run in runs),
+        "eviction": bool(curves),
+    }
+    return [plot for plot in PLOTS if there[plot]]
 
 
 def find_browser() -> str | None:

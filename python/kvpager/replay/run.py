@@ -14,7 +14,15 @@ from kvpager.replay.columns import Columns
 from kvpager.replay.trace import Trace
 from kvpager.replay.transforms import limited
 
-__all__ = ["CLOCKS", "RunSettings", "run_oracle", "run_replay", "run_sequential", "served_tokens"]
+__all__ = [
+    "CLOCKS",
+    "RunSettings",
+    "run_oracle",
+    "run_replay",
+    "run_sequential",
+    "served_tokens",
+    "without_timings",
+]
 
 Clock = tuple[float, float, float]
 """Seconds: shortest step, a batch token, a context token."""
@@ -156,6 +164,19 @@ def run_replay(
         "wall_time": time.perf_counter() - began,
     }
     return result
+
+
+TIMINGS = ("wall_time", "step_us", "scheduler_time", "steps_per_second")
+"""Keys of a run that this machine decides; all others are the same wherever and whenever it runs."""
+
+
+def without_timings(run: dict[str, Any]) -> dict[str, Any]:
+    """A run with None for what the machine took: the same bytes each time.
+
+    Args:
+        run: the run's object.
+    """
+    return {key: None if key in TIMINGS else value for key, value in run.items()}
 
 
 def served_tokens(tenant: dict[str, Any]) -> int:
