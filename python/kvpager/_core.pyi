@@ -886,7 +886,7 @@ class FinishedRequest:
         """Tokens of its prompt."""
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens whose KV came from the index at admission."""
+        """Prompt tokens whose KV came from the index, at admission or at a chunk's boundary after it."""
     @property
     def output_tokens(self) -> int:
         """Tokens sampled for it."""

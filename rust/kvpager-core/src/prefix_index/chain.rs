@@ -240,6 +240,22 @@ impl PrefixIndex {
         Ok(())
     }
 
+    /// Whether what follows a chain's match in its most private namespace begins with this block.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the namespace was given to another salt.
+    pub fn leads_further(&self, pin: &ChainPin, block: &[u32]) -> Result<bool> {
+        let namespace = self.namespaces.get(pin.last)?;
+        let tree = namespace.read_tree();
+        let own = pin.tail.as_ref().filter(|part| part.namespace() == pin.last);
+        let node = match (own, &pin.key) {
+            (Some(part), _) => Some(part.node),
+            (None, None) => Some(tree.root()),
+            (None, Some(key)) => tree.continuation(key),
+        };
+        Ok(node.is_some_and(|node| tree.count_matched(&self.view(), node, block) > 0))
+    }
+
     /// Inserts whole blocks below a chain's match, in its most private namespace.
     ///
     /// # Errors

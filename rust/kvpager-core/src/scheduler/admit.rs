@@ -132,6 +132,12 @@ impl Core {
             ) => return Ok(Err(short)),
             Err(error) => return Err(error),
         };
+        let (num_found, waited) = (self.scratch.len(), waiting.progress.share_waits);
+        if self.should_wait(pin.as_ref(), &request.prompt, num_found, waited) {
+            self.is_chunk_awaited = true;
+            self.queue.note_share_wait(tenant, place);
+            return Ok(Err(nothing_there()));
+        }
         let asked = AdmissionRequest {
             prompt_tokens: waiting.progress.prompt_tokens,
             known_tokens: request.prompt.len() as u32,
@@ -245,7 +251,7 @@ impl Core {
     }
 }
 
-/// The request or the row that was looked for is not there; no room helps.
+/// The request, the row or the chunk that was looked for is not there yet; no room helps.
 fn nothing_there() -> Error {
-    Error::WrongState("no such request, or no free row".to_owned())
+    Error::WrongState("no such request, no free row, or a chunk to wait for".to_owned())
 }

@@ -100,6 +100,9 @@ impl Core {
             host.close_step()?;
         }
         self.moved = open.moved;
+        if std::mem::take(&mut self.is_chunk_awaited) {
+            self.queue.note_change();
+        }
         Ok(open.planned)
     }
 

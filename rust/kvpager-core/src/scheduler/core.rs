@@ -71,6 +71,10 @@ pub(super) struct Core {
     /// Deadline of `drain`, and when it was asked for.
     pub(super) draining: Option<(Deadline, Moment)>,
     pub(super) published: Published,
+    /// Sequences of which the step that is being planned computes a chunk.
+    pub(super) in_flight: Vec<SequenceId>,
+    /// Whether a waiting request was left in the queue for what they compute.
+    pub(super) is_chunk_awaited: bool,
     pub(super) open: Option<OpenStep>,
     pub(super) last_step: StepId,
     /// Seconds on the caller's clock at the last step's planning.
@@ -127,6 +131,8 @@ impl Core {
             deadlines: Deadlines::default(),
             draining: None,
             published: Published::default(),
+            in_flight: Vec::new(),
+            is_chunk_awaited: false,
             open: None,
             last_step: StepId(0),
             now: f64::NEG_INFINITY,

@@ -27,6 +27,7 @@ mod request;
 mod rotation;
 mod scopes;
 mod sequence;
+mod share;
 mod swap;
 mod tenant;
 

@@ -66,6 +66,7 @@ impl Core {
         let before = self.num_preemptions;
         self.rotation.note(self.now);
         self.coming.clear();
+        self.in_flight.clear();
         if !self.parked.is_empty() {
             self.return_parked()?;
         } else {
@@ -90,7 +91,7 @@ impl Core {
             if num_prefills == 0 || budget == 0 {
                 break;
             }
-            if self.running[position].remaining() > 1 {
+            if self.running[position].remaining() > 1 && !self.catch_up(position)? {
                 self.plan_chunk(position, &mut budget)?;
             }
         }
@@ -109,8 +110,12 @@ impl Core {
         let num_tokens = sequence.remaining().min(*budget).min(limit);
         let end = sequence.num_computed + num_tokens;
         if num_tokens > 0 && self.grow(position, end)?.is_ok() {
-            self.running[position].num_planned = num_tokens;
+            let sequence = &mut self.running[position];
+            sequence.num_planned = num_tokens;
             *budget -= num_tokens;
+            if sequence.pin.is_some() {
+                self.in_flight.push(sequence.id);
+            }
         }
         Ok(())
     }

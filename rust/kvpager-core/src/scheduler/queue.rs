@@ -123,6 +123,13 @@ impl Queue {
         self.tenants[tenant].waiting.get(&place)
     }
 
+    /// The request waits for a chunk of another one.
+    pub(super) fn note_share_wait(&mut self, tenant: usize, place: Place) {
+        if let Some(waiting) = self.tenants[tenant].waiting.get_mut(&place) {
+            waiting.progress.share_waits += 1;
+        }
+    }
+
     /// Takes a request out: it was admitted.
     pub(super) fn pop(&mut self, tenant: usize, place: Place) -> Option<WaitingRequest> {
         let queue = &mut self.tenants[tenant];

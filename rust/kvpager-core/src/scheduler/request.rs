@@ -122,7 +122,7 @@ pub struct FinishedRequest {
     pub detail: Option<Arc<str>>,
     /// Tokens of its prompt.
     pub prompt_tokens: u32,
-    /// Prompt tokens whose KV came from the index at admission.
+    /// Prompt tokens whose KV came from the index, at admission or at a chunk's boundary after it.
     pub cached_tokens: u32,
     /// Tokens sampled for it.
     pub output_tokens: u32,
@@ -146,6 +146,8 @@ pub(super) struct Progress {
     /// Steps it waited before it first ran; `None` before that.
     pub(super) queue_steps: Option<u64>,
     pub(super) cached_tokens: u32,
+    /// Steps that it waited for a chunk of another request.
+    pub(super) share_waits: u32,
     pub(super) steps: u64,
     pub(super) preemptions: u64,
     /// Tokens whose KV had been computed when it was last preempted.
