@@ -97,9 +97,9 @@ def test_steps_of_a_decoding_batch_allocate_the_same_few_times_whatever_its_size
 
 
 def test_instructions_of_a_step_grow_with_the_batch() -> None:
-    small = count_instructions(Load(running=2, output=4000), 20)
+    small = count_instructions(Load(running=2, output=4000), 1000)
     if small is None:
         pytest.skip("neither perf's counters nor valgrind are here")
-    large = count_instructions(Load(running=32, output=4000), 20)
+    large = count_instructions(Load(running=128, output=4000), 1000)
     assert large is not None
     assert 1_000 < small[0] < large[0]

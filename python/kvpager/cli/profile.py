@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["profile", "register"]
 
 MAX_RUNNING = 16_384
-INSTRUCTION_STEPS = 100
+INSTRUCTION_STEPS = 2000
 
 
 def register(app: typer.Typer) -> None:

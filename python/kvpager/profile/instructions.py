@@ -1,12 +1,13 @@
 """Instructions of a step, counted in child processes by `perf` or, without hardware counters, by valgrind.
 
 A child runs N steps, another 2 N; the difference is N steps and nothing else: start-up, imports and the first
-prompts cancel out. Python's own instructions around the two calls are in it.
+prompts cancel out but for about a million instructions of chance. Python's own around the calls are in it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,8 +19,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvpager.profile.load import Load, LoadDriver, Request
+from kvpager.profile.measure import quiet_collector
 
 __all__ = ["count_instructions"]
+
+_ENVIRONMENT = {**os.environ, "PYTHONHASHSEED": "0"}
+"""The same dictionaries in both children, or their layouts would be in the difference."""
 
 Counter = Callable[[Sequence[str]], int | None]
 
@@ -52,6 +57,7 @@ def _perf(command: Sequence[str]) -> int | None:
         capture_output=True,
         text=True,
         check=False,
+        env=_ENVIRONMENT,
     )
     found = re.search(r"^(\d+),[^,]*,instructions", run.stderr, re.MULTILINE)
     return int(found[1]) if run.returncode == 0 and found else None
@@ -64,6 +70,7 @@ def _valgrind(command: Sequence[str]) -> int | None:
             capture_output=True,
             text=True,
             check=False,
+            env=_ENVIRONMENT,
         )
     found = re.search(r"Collected\s*:\s*(\d+)", run.stderr)
     return int(found[1]) if run.returncode == 0 and found else None
@@ -74,10 +81,11 @@ def _run(load: dict[str, Any], steps: int) -> None:
     load["requests"] = tuple(Request(**request) for request in load["requests"])
     driver = LoadDriver(Load(**load))
     driver.warm()
-    for _ in range(steps):
-        batch = driver.plan()
-        starts, tokens = driver.prepare(batch)
-        driver.refill(driver.scheduler.commit(batch.step_id, starts, tokens))
+    with quiet_collector():
+        for _ in range(steps):
+            batch = driver.plan()
+            starts, tokens = driver.prepare(batch)
+            driver.refill(driver.scheduler.commit(batch.step_id, starts, tokens))
 
 
 if __name__ == "__main__":
