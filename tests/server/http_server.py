@@ -60,6 +60,11 @@ class Running:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return httpx.get(self.url + path, headers=headers, timeout=60)
 
+    def wait_until_published(self) -> None:
+        """Waits until the public system prompts were computed; their blocks stay held."""
+        while self.engine.engine.num_live or self.engine.engine.has_work():
+            time.sleep(0.005)
+
     def wait_until_idle(self) -> None:
         """Waits until nothing is in flight; then every block must be free or cached."""
         deadline = time.perf_counter() + 60
@@ -90,8 +95,8 @@ def running_server(
     tokenizer = tokenizer or ByteTokenizer()
     config = EngineConfig(**({"num_blocks": 2048} | sizes))
     engine = Engine(runner or NullRunner(step_time=0.001), config, tokenizer=tokenizer)
-    for name, spec in table.tenants.items():
-        engine.add_tenant(name, **spec.quota())
+    table.add_to(engine)
+    table.publish(engine, tokenizer)
     served = AsyncEngine(engine)
     told = ServerSettings(model_name="null", tokenizer=tokenizer, tenants=table, **(settings or {}))
     addresses = Addresses(bind("127.0.0.1", 0), bind("127.0.0.1", 0))

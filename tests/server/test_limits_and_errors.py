@@ -239,6 +239,15 @@ BAD_FILES = {
     "anonymous by name": ('[tenants.anonymous]\nkey_hashes=["{alice}"]', "has the table [anonymous]"),
     "anonymous with a key": ('[anonymous]\nkey_hashes=["{alice}"]', "it is who brings no key"),
     "nobody": ("", "names no tenant"),
+    "unknown group": (
+        '[tenants.a]\nkey_hashes=["{alice}"]\ngroup = "x"',
+        "'a' names the group 'x', which has no table",
+    ),
+    "scope named like a tenant": (
+        '[tenants.a]\nkey_hashes=["{alice}"]\n[publics.a]',
+        "'a' names two things",
+    ),
+    "level": ('[tenants.a]\nkey_hashes=["{alice}"]\nisolation = "secret"', "isolation"),
     "no toml": ("[tenants", "is no TOML file"),
 }
 

@@ -10,6 +10,7 @@ import pytest
 from http_server import ALICE, BOB, Running, running_server, two_tenants
 
 from kvpager.engine import ByteTokenizer, NullRunner
+from kvpager.server.tenants import SharedScope, TenantSpec, TenantTable, hash_key
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
@@ -123,9 +124,38 @@ def test_cache_salt_only_narrows() -> None:
             assert done.usage is not None
             assert done.usage.prompt_tokens_details is not None
             cached.append(done.usage.prompt_tokens_details.cached_tokens)
-        assert cached[:3] == [0, 0, 0]
-        assert cached[3] in (0, 96), "the same salt may share with itself"
-        assert cached[4] == 96
+        assert cached == [0, 0, 0, 96, 96], "a salt shares with itself alone"
+
+
+def test_prompts_of_a_group_and_of_the_public_are_found_by_those_who_may() -> None:
+    system = "You are the assistant of a small public library. " * 2
+    team = "We are the team that repairs the old bridges of the town. " * 2
+    table = TenantTable(
+        {
+            "alice": TenantSpec(key_hashes=(hash_key(ALICE),), group="team", public="house"),
+            "bob": TenantSpec(key_hashes=(hash_key(BOB),), group="team"),
+            "eve": TenantSpec(key_hashes=(hash_key("eve"),), public="house"),
+        },
+        groups={"team": SharedScope(system_prompts=(team,))},
+        publics={"house": SharedScope(system_prompts=(system,))},
+    )
+    with running_server(table=table) as server:
+        server.wait_until_published()
+
+        def cached(key: str, messages: Any) -> int:
+            done = server.client(key).chat.completions.create(model="null", messages=messages, max_tokens=2)
+            assert done.usage is not None
+            assert done.usage.prompt_tokens_details is not None
+            return done.usage.prompt_tokens_details.cached_tokens or 0
+
+        def greeting(text: str) -> Any:
+            return [{"role": "system", "content": text}, {"role": "user", "content": "hello"}]
+
+        keys = (ALICE, BOB, "eve")
+        assert [cached(key, greeting(system)) > 90 for key in keys] == [True, False, True]
+        assert [cached(key, greeting(team)) > 90 for key in keys] == [True, True, False]
+        question: Any = [{"role": "user", "content": "x" * 90}]
+        assert [cached(key, question) for key in keys] == [0, 0, 0], "members' own prefixes stay private"
 
 
 @pytest.mark.parametrize("stream", [False, True])

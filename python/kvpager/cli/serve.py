@@ -208,11 +208,11 @@ def _engine(options: _Options, table: TenantTable) -> tuple[Engine, ServerSettin
         eviction=options.eviction,
         overflow=options.overflow,
         host_blocks=options.host_blocks,
-        max_accounts=max(64, len(table.tenants)),
+        max_accounts=max(64, len(table.tenants) + len(table.groups) + len(table.publics)),
     )
     engine = Engine(runner, config, tokenizer=tokenizer, fingerprint=fingerprint)
-    for tenant, spec in table.tenants.items():
-        engine.add_tenant(tenant, **spec.quota())
+    table.add_to(engine)
+    table.publish(engine, tokenizer)
     settings = ServerSettings(
         model_name=options.name or name,
         tokenizer=tokenizer,

@@ -78,6 +78,8 @@ class GenerationParams:
         priority: lower runs first, inside the tenant.
         deadline: seconds from now in which it may run; then it fails. None for no limit.
         reuse: whether it looks prefixes up and leaves its own in the index.
+        salt: 1 to 256 bytes that narrow reuse to this tenant's requests with the same ones, and to public
+            prefixes; None for no narrowing.
         sampling: how tokens are chosen; greedy by default.
 
     Raises:
@@ -94,6 +96,7 @@ class GenerationParams:
     priority: int = 0
     deadline: float | None = None
     reuse: bool = True
+    salt: bytes | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:

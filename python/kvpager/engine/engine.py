@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -119,8 +119,12 @@ class Engine:
         limit: int | None = None,
         weight: float = 1.0,
         max_waiting: int | None = None,
+        isolation: Literal["open", "scoped", "strict"] = "scoped",
+        scope: Literal["private", "group", "public"] = "private",
+        group: str | None = None,
+        public: str | None = None,
     ) -> None:
-        """Adds a tenant.
+        """Adds a tenant, or a scope that tenants share; see `Scheduler.add_tenant`.
 
         Args:
             name: unique in the engine.
@@ -128,9 +132,14 @@ class Engine:
             limit: most blocks that it may have; None for the pool's.
             weight: share of service among tenants that wait.
             max_waiting: requests of it that may wait at once; None for no bound of its own.
+            isolation: what it may observe of others.
+            scope: who may see what its requests leave in the index.
+            group: name of a tenant of group scope whose prefixes it may use.
+            public: name of a tenant of public scope whose prefixes it may use.
 
         Raises:
-            InvalidArgumentError: the name is taken, or the pool cannot give the quota.
+            InvalidArgumentError: the name is taken, another name is unknown, the pool cannot give the quota,
+                or scopes and levels do not go together.
         """
         self._tenants[name] = self.scheduler.add_tenant(
             name,
@@ -139,6 +148,10 @@ class Engine:
             weight=weight,
             fingerprint=self._fingerprint,
             max_waiting=max_waiting,
+            isolation=isolation,
+            scope=scope,
+            group=None if group is None else self._tenant(group),
+            public=None if public is None else self._tenant(public),
         )
         self._counters[name] = TenantCounters()
 
@@ -398,6 +411,7 @@ class Engine:
                 priority=params.priority,
                 reuse=params.reuse,
                 deadline_seconds=params.deadline,
+                salt=params.salt,
             )
             generation = Generation(
                 request_id,

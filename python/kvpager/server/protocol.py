@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from kvpager.engine import GenerationParams, SamplingParams
 from kvpager.engine.config import MAX_LOGPROBS, MAX_SAMPLES
 from kvpager.errors import InvalidArgumentError
+from kvpager.identity import text_digest
 from kvpager.server.errors import ApiError
 
 __all__ = ["ChatRequest", "CompletionRequest", "StreamOptions", "parse_request"]
@@ -101,7 +102,7 @@ class _Request(BaseModel):
             logprobs=logprobs,
             priority=self.priority,
             deadline=deadline,
-            reuse=self.cache_salt is None,
+            salt=None if self.cache_salt is None else text_digest(self.cache_salt).encode(),
             sampling=SamplingParams(
                 temperature=self.temperature, top_k=max(0, self.top_k), top_p=self.top_p, **seed
             ),

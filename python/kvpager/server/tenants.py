@@ -10,16 +10,20 @@ import hashlib
 import hmac
 import secrets
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from kvpager.errors import InvalidArgumentError
 
-__all__ = ["ANONYMOUS", "TenantSpec", "TenantTable", "hash_key", "new_key", "read_tenants"]
+if TYPE_CHECKING:
+    from kvpager.engine import Engine
+    from kvpager.server.settings import ChatTokenizer
+
+__all__ = ["ANONYMOUS", "SharedScope", "TenantSpec", "TenantTable", "hash_key", "new_key", "read_tenants"]
 
 ANONYMOUS = "anonymous"
 _PREFIX = "sha256:"
@@ -38,6 +42,9 @@ class TenantSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         weight: share of service among tenants that wait.
         max_requests: samples in flight, waiting ones included; further requests get 429.
         max_waiting: samples that may wait at once; further requests get 429.
+        isolation: what it may observe of others, see `Scheduler.add_tenant`.
+        group: name of a `[groups.NAME]` table whose system prompts it may use; its own prefixes stay private.
+        public: name of a `[publics.NAME]` table whose system prompts it may use.
     """
 
     key_hashes: tuple[_KeyHash, ...] = ()
@@ -46,11 +53,28 @@ class TenantSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     max_requests: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_waiting: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    isolation: Literal["open", "scoped", "strict"] = "scoped"
+    group: str | None = None
+    public: str | None = None
 
     def quota(self) -> dict[str, Any]:
         """What `Engine.add_tenant` takes."""
-        names = ("guaranteed", "limit", "weight", "max_waiting")
+        names = ("guaranteed", "limit", "weight", "max_waiting", "isolation", "group", "public")
         return {name: getattr(self, name) for name in names}
+
+
+class SharedScope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A scope that tenants share, charged for its own blocks.
+
+    Attributes:
+        guaranteed: blocks that it gets whatever others do.
+        limit: most blocks that it may have; None for the pool's.
+        system_prompts: computed at the start. A public scope keeps them, a group's may be evicted.
+    """
+
+    guaranteed: _Blocks = 0
+    limit: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    system_prompts: tuple[str, ...] = ()
 
 
 class _Operator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,6 +84,8 @@ class _Operator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenants: dict[str, TenantSpec] = {}
     anonymous: TenantSpec | None = None
+    groups: dict[str, SharedScope] = {}
+    publics: dict[str, SharedScope] = {}
     operator: _Operator = _Operator()
 
 
@@ -71,11 +97,39 @@ class TenantTable:
         tenants: by name; with the anonymous one, if it may ask.
         operator_hashes: digests of the operator's keys.
         is_open: whether any key, and none, is the anonymous tenant: a server without a tenants file.
+        groups, publics: scopes that tenants share.
     """
 
     tenants: dict[str, TenantSpec]
     operator_hashes: tuple[str, ...] = ()
     is_open: bool = False
+    groups: Mapping[str, SharedScope] = field(default_factory=dict)
+    publics: Mapping[str, SharedScope] = field(default_factory=dict)
+
+    def add_to(self, engine: Engine) -> None:
+        """Adds the scopes and the tenants to an engine.
+
+        Raises:
+            InvalidArgumentError: the pool cannot give the quotas, or scopes and levels do not go together.
+        """
+        for scope, shared in (("group", self.groups), ("public", self.publics)):
+            for name, spec in shared.items():
+                engine.add_tenant(name, guaranteed=spec.guaranteed, limit=spec.limit, scope=scope)  # type: ignore[arg-type]
+        for name, tenant in self.tenants.items():
+            engine.add_tenant(name, **tenant.quota())
+
+    def publish(self, engine: Engine, tokenizer: ChatTokenizer) -> None:
+        """Submits the system prompts of the scopes; they can be found once they were computed.
+
+        Raises:
+            RefusedError: a prompt does not fit its scope's limit.
+        """
+        from kvpager.engine import GenerationParams
+
+        for name, spec in (*self.publics.items(), *self.groups.items()):
+            for text in spec.system_prompts:
+                ids = tokenizer.encode_chat([{"role": "system", "content": text}])
+                engine.submit(ids, GenerationParams(max_tokens=1), tenant=name)
 
     @classmethod
     def open(cls, *, operator_hashes: Sequence[str] = ()) -> TenantTable:
@@ -137,7 +191,25 @@ def read_tenants(path: Path) -> TenantTable:
     if not tenants:
         raise InvalidArgumentError(f"{path} names no tenant: nobody could ask")
     _check_keys(path, tenants, content.operator.key_hashes)
-    return TenantTable(tenants, content.operator.key_hashes)
+    _check_scopes(path, tenants, content)
+    return TenantTable(tenants, content.operator.key_hashes, groups=content.groups, publics=content.publics)
+
+
+def _check_scopes(path: Path, tenants: dict[str, TenantSpec], content: _File) -> None:
+    tables = {"group": content.groups, "public": content.publics}
+    for kind, shared in tables.items():
+        for name in shared:
+            if name in tenants or (kind == "public" and name in content.groups):
+                raise InvalidArgumentError(
+                    f"{path}: {name!r} names two things: tenants and scopes must differ"
+                )
+    for name, tenant in tenants.items():
+        for kind, shared in tables.items():
+            wanted = getattr(tenant, kind)
+            if wanted is not None and wanted not in shared:
+                raise InvalidArgumentError(
+                    f"{path}: {name!r} names the {kind} {wanted!r}, which has no table"
+                )
 
 
 def _check_keys(path: Path, tenants: dict[str, TenantSpec], operator: Sequence[str]) -> None:
