@@ -282,9 +282,7 @@ def null(repeat: int) -> None:
         lag = np.percentile(lags[name], [50, 99, 99.9]) * 1e3 if name in lags else None
         text = "" if lag is None else " / ".join(f"{value:.1f}" for value in lag)
         row(name, f"{statistics.median(costs) * 1e6:.1f}", f"{min(costs) * 1e6:.1f}", text)
-    print(
-        f"\nTokens in a chunk of HTTP: {statistics.median(per_chunk):.2f} (1 unless the machine falls behind)."
-    )
+    print(f"\nTokens a chunk of HTTP: {statistics.median(per_chunk):.2f} (1 unless the machine is busy).")
 
 
 def submit(repeat: int) -> None:
