@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpager.attention import _cupy as backend
-from kvpager.attention import kernels
+from kvpager.attention import kernels, paged_attention
+from kvpager.attention.device_plan import AttentionPlan
 from kvpager.attention.device_tables import DeviceBlockTables
 from kvpager.errors import KvPagerError
 
@@ -78,13 +78,13 @@ class Batch:
 
     def run(self) -> None:
         """One call."""
-        backend.paged_attention(*self.arrays, plan=self.plan, **self.options)
+        paged_attention(*self.arrays, plan=self.plan, **self.options)
 
 
 def batch(
     cupy: Any, lens: list[int], *, block_size: int = 16, query_len: int = 1, kv: str = "float16"
 ) -> Batch:
-    """A batch in shuffled blocks; `kv` float16 or fp8_e4m3."""
+    """A batch in shuffled blocks; `kv` float16 or float8_e4m3fn."""
     lengths = np.array(lens, np.int32)
     blocks = -(-lengths // block_size)
     order = np.random.default_rng(0).permutation(int(blocks.sum())).astype(np.int32)
@@ -104,9 +104,13 @@ def batch(
     }
     if kv != "float16":
         options |= {"kv_dtype": kv, "k_scale": 1.0, "v_scale": 1.0}
-    call = backend.attention_call(query, *caches, **options)
-    plan = backend.AttentionPlan(
-        call, max_sequences=len(lens), max_tokens=query.shape[0], max_query_len=query_len
+    plan = AttentionPlan(
+        query,
+        *caches,
+        max_sequences=len(lens),
+        max_tokens=query.shape[0],
+        max_query_len=query_len,
+        kv_dtype=options.get("kv_dtype"),
     )
     plan.update(starts, lengths)
     item = np.dtype(dtype).itemsize
@@ -121,7 +125,7 @@ def decode_rows(cupy: Any, bandwidth: float) -> list[Row]:
         ("decode 32 x 4k, blocks of 256", batch(cupy, [4096] * 32, block_size=256), 0.80),
         ("decode 32 x 4k, blocks of 1", batch(cupy, [4096] * 32, block_size=1), 0.56),
         ("decode ragged, lognormal", batch(cupy, ragged), 0.75),
-        ("decode 64 x 4k, fp8", batch(cupy, [4096] * 64, kv="fp8_e4m3"), 0.70),
+        ("decode 64 x 4k, fp8", batch(cupy, [4096] * 64, kv="float8_e4m3fn"), 0.70),
         ("decode 1 x 128k", batch(cupy, [131072]), 0.70),
     ]
     rows = []

@@ -10,7 +10,16 @@ import time
 import numpy as np
 import pytest
 
-from kvpager.attention import get_num_threads, paged_attention, set_num_threads
+from kvpager.attention import (
+    append_kv,
+    copy_blocks,
+    gather_blocks,
+    get_num_threads,
+    paged_attention,
+    scatter_blocks,
+    set_num_threads,
+    zero_blocks,
+)
 from kvpager.errors import InvalidArgumentError
 
 from .reference import Case, make_case
@@ -115,3 +124,54 @@ def test_results_do_not_depend_on_the_number_of_threads_for_one_long_sequence() 
         results.add(case.call(paged_attention).tobytes())
     assert len(results) == 1
     assert np.isfinite(np.frombuffer(results.pop(), np.float32)).all()
+
+
+def moved(layout: str) -> bytes:
+    """Every byte of a pool after appends, copies, gathers, scatters and zeroing of some megabytes."""
+    rng = np.random.default_rng(4)
+    shape = (256, 16, 4, 64)
+    caches = [np.full(shape, np.nan, np.float32) for _ in range(2)]
+    if layout == "heads first":
+        caches = [np.full((256, 4, 16, 64), np.nan, np.float32).transpose(0, 2, 1, 3) for _ in range(2)]
+    rows = rng.standard_normal((3000, 4, 64)).astype(np.float32)
+    slots = rng.integers(-1, 200 * 16, 3000)  # many slots twice: the last token stays
+    append_kv(rows, 2 * rows, *caches, slots)
+    last = {int(slot): token for token, slot in enumerate(slots) if slot >= 0}
+    for cache, factor in zip(caches, (1, 2), strict=True):
+        for slot in range(0, 200 * 16, 37):
+            stored = cache[slot // 16, slot % 16]
+            assert np.isnan(stored).all() if slot not in last else (stored == factor * rows[last[slot]]).all()
+    copy_blocks(*caches, np.stack([np.arange(50), np.arange(200, 250)], axis=1))
+    assert caches[1][200:250].tobytes() == caches[1][:50].tobytes()
+    ids = rng.permutation(256)[:120].astype(np.int32)
+    gathered = gather_blocks(caches[0], ids)
+    assert gathered.tobytes() == caches[0][ids].tobytes()
+    scatter_blocks(caches[1], ids[::-1].copy(), gathered)
+    zero_blocks(caches[0], np.repeat(ids[:40], 2))
+    assert (caches[0][ids[:40]] == 0).all()
+    return b"".join(cache.tobytes() for cache in caches)
+
+
+@pytest.mark.parametrize("layout", ["dense", "heads first"])
+def test_memory_moves_give_the_same_bytes_for_any_number_of_threads(layout: str) -> None:
+    results = set()
+    for count in (1, 2, 5):
+        set_num_threads(count)
+        results.add(moved(layout))
+    assert len(results) == 1
+
+
+def test_int8_scales_of_a_slot_named_twice_are_the_last_tokens() -> None:
+    rng = np.random.default_rng(5)
+    rows = rng.standard_normal((4096, 4, 64)).astype(np.float32)
+    slots = rng.integers(0, 512, 4096)
+    results = set()
+    for count in (1, 4):
+        set_num_threads(count)
+        cache, scales = np.zeros((32, 16, 4, 64), np.int8), np.zeros((32, 16, 4), np.float32)
+        append_kv(rows, None, cache, None, slots, k_scale=scales)
+        results.add(cache.tobytes() + scales.tobytes())
+    assert len(results) == 1
+    last = {int(slot): token for token, slot in enumerate(slots)}
+    expected = np.abs(rows[[last[slot] for slot in sorted(last)]]).max(-1) / 127
+    np.testing.assert_allclose(scales.reshape(512, 4)[sorted(last)], expected, rtol=1e-6)

@@ -11,6 +11,7 @@ from attention.reference import BOUNDS, attend, error, make_case
 from kvpager import attention as front
 from kvpager.attention import _cupy as backend
 from kvpager.attention._plan import MIN_CHUNK
+from kvpager.attention.device_plan import AttentionPlan
 from kvpager.errors import InvalidArgumentError
 
 from .device import DeviceArray, install, to_device
@@ -69,41 +70,65 @@ def test_output_goes_to_the_callers_array() -> None:
 
 def test_one_plan_serves_steps_of_other_lengths_at_the_same_addresses() -> None:
     first = on_device(make_case(3, [(1, 40), (1, 90)], query_dtype="float16", kv_dtype="float16"))
+    arrays = (first.query, first.k_cache, first.v_cache)
     call = backend.attention_call(
-        first.query,
-        first.k_cache,
-        first.v_cache,
+        *arrays,
         block_tables=first.block_tables,
         query_start=to_device(first.query_start),
         context_lens=to_device(first.context_lens),
         out=to_device(np.zeros_like(first.query)),
     )
-    plan = backend.AttentionPlan(call, max_sequences=4, max_tokens=4, max_query_len=1)
+    plan = AttentionPlan(*arrays, max_sequences=4, max_tokens=4, max_query_len=1)
     shape = [(launch.grid, launch.instantiation.name) for launch in plan.launches(call)]
     # Longer than a chunk, so that the plan's launches of the short batch must also do for split work.
     for pairs in ([(1, 40), (1, 90)], [(1, 5 * MIN_CHUNK), (0, 0), (1, 3)], [(1, 17)]):
         case = on_device(make_case(7, pairs, query_dtype="float16", kv_dtype="float16"))
-        plan.update(case.query_start, case.context_lens)
+        plan.update_from(case)  # a case has the arrays of a batch
         case.query_start, case.context_lens = to_device(case.query_start), to_device(case.context_lens)
-        matches(case.call(backend.paged_attention, return_lse=True, plan=plan), case)
+        matches(case.call(front.paged_attention, return_lse=True, plan=plan), case)
         assert [(launch.grid, launch.instantiation.name) for launch in plan.launches(call)] == shape
 
 
 def test_a_batch_larger_than_its_plan_is_refused() -> None:
     case = on_device(make_case(3, [(1, 40)]))
-    call = backend.attention_call(
-        case.query,
-        case.k_cache,
-        case.v_cache,
-        block_tables=case.block_tables,
-        query_start=to_device(case.query_start),
-        context_lens=to_device(case.context_lens),
-        out=case.query,
-    )
-    plan = backend.AttentionPlan(call, max_sequences=1, max_tokens=1, target_blocks=2)
+    arrays = (case.query, case.k_cache, case.v_cache)
+    plan = AttentionPlan(*arrays, max_sequences=1, max_tokens=1, target_blocks=2)
     big = make_case(3, [(1, 10)] * 9)
     with pytest.raises(InvalidArgumentError, match="room for"):
         plan.update(big.query_start, big.context_lens)
+    prompt = make_case(3, [(1, 10), (90, 90)], query_dtype="float16", kv_dtype="float16")
+    halves = [to_device(a) for a in (prompt.query, prompt.k_cache, prompt.v_cache)]
+    decode = AttentionPlan(*halves, max_sequences=9, max_tokens=99, max_query_len=1)
+    with pytest.raises(InvalidArgumentError, match="has 90 query tokens, the plan was made for 2"):
+        decode.update_from(prompt)
+
+
+def test_a_plan_made_for_other_arguments_is_refused() -> None:
+    case = on_device(make_case(3, [(1, 40)]))
+    plan = AttentionPlan(case.query, case.k_cache, case.v_cache, max_sequences=1, max_tokens=1)
+    plan.update_from(case)
+    case.call(front.paged_attention, plan=plan)
+    with pytest.raises(InvalidArgumentError, match="made for other arguments: window differ"):
+        case.call(front.paged_attention, plan=plan, window=8)
+    case.query = to_device(np.asarray(case.query)[:, :2].copy())
+    with pytest.raises(InvalidArgumentError, match="group"):
+        case.call(front.paged_attention, plan=plan)
+
+
+def test_a_plan_for_host_arrays_is_refused() -> None:
+    case = make_case(3, [(1, 40)])
+    with pytest.raises(InvalidArgumentError, match="on the host"):
+        case.call(front.paged_attention, plan=object())
+    with pytest.raises(InvalidArgumentError, match="must be on the device"):
+        AttentionPlan(case.query, case.k_cache, case.v_cache, max_sequences=1, max_tokens=1)
+
+
+def test_groups_found_in_a_batch_give_the_same_result() -> None:
+    case, _ = _cascade("float16", 4)
+    case.table_rows = np.arange(5, dtype=np.int32)
+    groups = front.prefix_groups_of(case, block_size=16, min_tokens=16)
+    assert groups["prefix_lens"].tolist() == [48, 16] or groups["prefix_lens"].tolist() == [16, 48]
+    matches(case.call(front.cascade_attention, return_lse=True, **groups), case)
 
 
 def _cascade(dtype: str, heads: int, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -167,7 +192,7 @@ def test_a_latent_cache_is_appended_to_and_attended() -> None:
     assert error(np.asarray(out), expected, largest) <= BOUNDS["float16"]
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_bytes_are_taken_for_the_8_bit_floats_that_the_caller_says(kv_dtype: str) -> None:
     rng = np.random.default_rng(1)
     caches = [to_device(np.zeros((3, 16, 2, 64), np.uint8)) for _ in range(2)]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from attention.reference import BOUNDS, attend, error, make_case
 from emulator.shapes import DIMS, MIXED_TYPES, SAME_TYPES, features, lengths, with_heads
 from kvpager import attention as front
-from kvpager.attention import _cupy as backend
 from kvpager.attention import kernels
+from kvpager.attention.device_plan import AttentionPlan
 from kvpager.attention.device_tables import DeviceBlockTables
 
 pytestmark = pytest.mark.gpu
@@ -93,14 +93,13 @@ def test_a_captured_graph_follows_changing_tables_and_lengths(cupy: Any) -> None
     lens, out = cupy.asarray(longest.context_lens), cupy.zeros_like(query)
     k_cache, v_cache, tables = longest.k_cache.copy(), longest.v_cache.copy(), longest.block_tables.copy()
     arrays = {"block_tables": tables, "query_start": starts, "context_lens": lens, "out": out}
-    call = backend.attention_call(query, k_cache, v_cache, **arrays)
-    plan = backend.AttentionPlan(call, max_sequences=3, max_tokens=3, max_query_len=1)
-    plan.update(longest.query_start, longest.context_lens)
-    backend.paged_attention(query, k_cache, v_cache, plan=plan, **arrays)  # compiles
+    plan = AttentionPlan(query, k_cache, v_cache, max_sequences=3, max_tokens=3, max_query_len=1)
+    plan.update_from(longest)
+    front.paged_attention(query, k_cache, v_cache, plan=plan, **arrays)  # compiles
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        backend.paged_attention(query, k_cache, v_cache, plan=plan, **arrays)
+        front.paged_attention(query, k_cache, v_cache, plan=plan, **arrays)
         graph = stream.end_capture()
     for seed, contexts in enumerate([[2000, 900, 40], [17, 1, 1999], [100, 100, 100]]):
         step = _graph_case(cupy, contexts, seed + 10)
@@ -110,7 +109,7 @@ def test_a_captured_graph_follows_changing_tables_and_lengths(cupy: Any) -> None
         tables[:, : step.block_tables.shape[1]] = step.block_tables
         query[:] = step.query
         lens.set(step.context_lens)
-        plan.update(step.query_start, step.context_lens)
+        plan.update_from(step)
         graph.launch(stream)
         stream.synchronize()
         step.query, step.k_cache, step.v_cache, step.block_tables = (

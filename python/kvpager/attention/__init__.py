@@ -6,6 +6,10 @@ arrays of a call are of one kind. Caches are `[num_blocks, block_size, num_kv_he
 apart, any strides; queries, keys and values float32, float16 or bfloat16; caches also float8_e4m3fn,
 float8_e5m2 and int8 with scales. Accumulation is in float32.
 
+On a GPU, `kvpager.attention.device_plan.AttentionPlan` and
+`kvpager.attention.device_tables.DeviceBlockTables` keep what a captured graph reads current, and
+`kvpager.attention.kernels.compile_all` compiles ahead.
+
 A call that raises has written nothing. While a call runs, nobody else may write its arrays (the interpreter
 lock is released); entries of a block table past a sequence's length may be appended meanwhile.
 
@@ -28,19 +32,22 @@ Example:
     ((3, 1, 64), 2.0)
 """
 
-from kvpager.attention._front import (
-    append_kv,
+from kvpager.attention._front_attention import (
     cascade_attention,
-    copy_blocks,
-    gather_blocks,
     get_num_threads,
     instruction_sets,
     merge_states,
     mla_decode,
     paged_attention,
     prefix_groups,
-    scatter_blocks,
+    prefix_groups_of,
     set_num_threads,
+)
+from kvpager.attention._front_memory import (
+    append_kv,
+    copy_blocks,
+    gather_blocks,
+    scatter_blocks,
     zero_blocks,
 )
 
@@ -55,6 +62,7 @@ __all__ = [
     "mla_decode",
     "paged_attention",
     "prefix_groups",
+    "prefix_groups_of",
     "scatter_blocks",
     "set_num_threads",
     "zero_blocks",

@@ -21,8 +21,10 @@ __all__ = [
     "ArrayView",
     "AttentionCall",
     "Launch",
+    "PlanShape",
     "PlanView",
     "attention_launches",
+    "plan_shape",
     "tail_launches",
 ]
 
@@ -89,6 +91,51 @@ class PlanView:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanShape:
+    """What a split plan depends on besides lengths.
+
+    Attributes:
+        classes: the kernels that serve the call, by rows a sequence.
+        group: query heads of one KV head.
+        num_kv_heads: KV heads.
+        value_dim: elements of a value head.
+        window: positions that a row sees, its own included; None: all.
+        causal: whether a row sees only positions up to its own.
+    """
+
+    classes: tuple[manifest.KernelClass, ...]
+    group: int
+    num_kv_heads: int
+    value_dim: int
+    window: int | None
+    causal: bool
+
+
+def plan_shape(
+    query: ArrayView,
+    k_cache: ArrayView,
+    v_cache: ArrayView,
+    *,
+    window: int | None = None,
+    causal: bool = True,
+) -> PlanShape:
+    """The plan's shape for arrays like these; refuses what no kernel serves."""
+    if len(query.shape) != 3 or len(k_cache.shape) != 4 or len(v_cache.shape) != 4:
+        raise _fail(f"query {query.shape} must have 3 dimensions, caches {k_cache.shape} 4")
+    heads, kv_heads = query.shape[1], k_cache.shape[2]
+    if kv_heads < 1 or heads < kv_heads or heads % kv_heads:
+        raise _fail(f"{heads} query heads are no multiple of {kv_heads} KV heads")
+    classes = manifest.choose_attention(
+        kv_dtype=k_cache.dtype,
+        query_dtype=query.dtype,
+        head_dim=query.shape[2],
+        value_dim=v_cache.shape[3],
+        group=heads // kv_heads,
+    )
+    return PlanShape(classes, heads // kv_heads, kv_heads, v_cache.shape[3], window, causal)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionCall:
     """The arguments of `paged_attention`, as addresses. Optional arrays are None."""
 
@@ -122,13 +169,12 @@ class AttentionCall:
     def kernels(self) -> tuple[manifest.KernelClass, ...]:
         """The kernels that serve this call, by rows a sequence; refuses what none serves."""
         self.check()
-        return manifest.choose_attention(
-            kv_dtype=self.k_cache.dtype,
-            query_dtype=self.query.dtype,
-            head_dim=self.query.shape[2],
-            value_dim=self.v_cache.shape[3],
-            group=self.group,
-        )
+        return plan_shape(self.query, self.k_cache, self.v_cache).classes
+
+    def plan_shape(self) -> PlanShape:
+        """What a split plan for this call depends on."""
+        self.check()
+        return plan_shape(self.query, self.k_cache, self.v_cache, window=self.window, causal=self.causal)
 
 
 def _fail(text: str) -> InvalidArgumentError:

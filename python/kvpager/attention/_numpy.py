@@ -16,7 +16,6 @@ __all__ = [
     "copy_blocks",
     "gather_blocks",
     "merge_states",
-    "mla_decode",
     "paged_attention",
     "scatter_blocks",
     "zero_blocks",
@@ -77,10 +76,8 @@ def _cache(name: str, cache: Any, kv_dtype: str | None) -> Named:
     array, dtype = _named(name, cache)
     if kv_dtype is None or kv_dtype == dtype:
         return array, dtype
-    if dtype != "uint8" or kv_dtype not in ("float8_e4m3fn", "float8_e5m2"):
-        raise InvalidArgumentError(
-            f"{name} of {dtype} cannot be read as {kv_dtype}; uint8 can, as float8_e4m3fn or float8_e5m2"
-        )
+    if dtype != "uint8":
+        raise InvalidArgumentError(f"{name} of {dtype} cannot be read as {kv_dtype}; uint8 can")
     return array, kv_dtype
 
 
@@ -157,8 +154,6 @@ def append_kv(
 ) -> None:
     """See `kvpager.attention.append_kv`."""
     pairs = [("k", _named("key", key), _cache("k_cache", k_cache, kv_dtype), _scale("k_scale", k_scale))]
-    if (value is None) != (v_cache is None):
-        raise InvalidArgumentError("value and v_cache must both be given or both be None")
     if value is not None:
         pairs.append(
             ("v", _named("value", value), _cache("v_cache", v_cache, kv_dtype), _scale("v_scale", v_scale))
@@ -184,15 +179,6 @@ def _attend(
     return out if lse is None else (out, lse)
 
 
-def _caches(k_cache: Any, v_cache: Any, k_scale: Any, v_scale: Any, kv_dtype: str | None) -> _Caches:
-    return _Caches(
-        _cache("k_cache", k_cache, kv_dtype),
-        _cache("v_cache", v_cache, kv_dtype),
-        _scale("k_scale", k_scale),
-        _scale("v_scale", v_scale),
-    )
-
-
 def _default_scale(query: Any, scale: float | None) -> float:
     if scale is not None:
         return scale
@@ -209,6 +195,7 @@ def paged_attention(
     table_rows: Any = None,
     query_start: Any,
     context_lens: Any,
+    groups: tuple[Array, Array, Array] | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -220,31 +207,25 @@ def paged_attention(
     out: Any = None,
     return_lse: bool = False,
     causal: bool = True,
+    plan: Any = None,
 ) -> Any:
-    """See `kvpager.attention.paged_attention`."""
+    """See `kvpager.attention.paged_attention`. `groups`: start, sequences and prefix lengths of a cascade."""
+    if plan is not None:
+        raise InvalidArgumentError("plan is given, but the arrays are on the host, where none is needed")
     batch = _Batch(
         _ints("block_tables", block_tables, np.int32, 2),
         _optional_ints("table_rows", table_rows),
         _ints("query_start", query_start, np.int32),
         _ints("context_lens", context_lens, np.int32),
+        *(groups or ()),
     )
-    caches = _caches(k_cache, v_cache, k_scale, v_scale, kv_dtype)
-    options = _options(query, scale, causal, window, softcap, alibi_slopes, sinks)
-    return _attend(query, caches, batch, options, out, return_lse)
-
-
-def _options(
-    query: Any,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    alibi_slopes: Any,
-    sinks: Any,
-) -> _Options:
-    if window is not None and not 1 <= window < 2**31:
-        raise InvalidArgumentError(f"window is {window}, expected 1 to {2**31 - 1}")
-    return _Options(
+    caches = _Caches(
+        _cache("k_cache", k_cache, kv_dtype),
+        _cache("v_cache", v_cache, kv_dtype),
+        _scale("k_scale", k_scale),
+        _scale("v_scale", v_scale),
+    )
+    options = _Options(
         _default_scale(_array("query", query), scale),
         causal,
         window,
@@ -253,6 +234,7 @@ def _options(
         _floats("sinks", sinks),
         instruction_set,
     )
+    return _attend(query, caches, batch, options, out, return_lse)
 
 
 def cascade_attention(
@@ -263,71 +245,15 @@ def cascade_attention(
     group_start: Any,
     group_sequences: Any,
     prefix_lens: Any,
-    block_tables: Any,
-    table_rows: Any = None,
-    query_start: Any,
-    context_lens: Any,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    kv_dtype: str | None = None,
-    out: Any = None,
-    return_lse: bool = False,
-    causal: bool = True,
+    **options: Any,
 ) -> Any:
     """See `kvpager.attention.cascade_attention`."""
-    batch = _Batch(
-        _ints("block_tables", block_tables, np.int32, 2),
-        _optional_ints("table_rows", table_rows),
-        _ints("query_start", query_start, np.int32),
-        _ints("context_lens", context_lens, np.int32),
+    groups = (
         _ints("group_start", group_start, np.int32),
         _ints("group_sequences", group_sequences, np.int32),
         _ints("prefix_lens", prefix_lens, np.int32),
     )
-    caches = _caches(k_cache, v_cache, k_scale, v_scale, kv_dtype)
-    options = _options(query, scale, causal, window, softcap, alibi_slopes, sinks)
-    return _attend(query, caches, batch, options, out, return_lse)
-
-
-def mla_decode(
-    query: Any,
-    latent_cache: Any,
-    *,
-    kv_lora_rank: int,
-    block_tables: Any,
-    table_rows: Any = None,
-    query_start: Any,
-    context_lens: Any,
-    scale: float,
-    out: Any = None,
-    return_lse: bool = False,
-    causal: bool = True,
-) -> Any:
-    """See `kvpager.attention.mla_decode`."""
-    latent = _array("latent_cache", latent_cache)
-    if latent.ndim != 4 or latent.shape[2] != 1 or not 1 <= kv_lora_rank <= latent.shape[3]:
-        raise InvalidArgumentError(
-            f"latent_cache has shape {latent.shape}, expected [num_blocks, block_size, 1, dim] with dim "
-            f"at least kv_lora_rank = {kv_lora_rank}"
-        )
-    return paged_attention(
-        query,
-        latent,
-        latent[..., :kv_lora_rank],
-        block_tables=block_tables,
-        table_rows=table_rows,
-        query_start=query_start,
-        context_lens=context_lens,
-        scale=scale,
-        out=out,
-        return_lse=return_lse,
-        causal=causal,
-    )
+    return paged_attention(query, k_cache, v_cache, groups=groups, **options)
 
 
 def merge_states(
@@ -345,8 +271,6 @@ def merge_states(
 def copy_blocks(k_cache: Any, v_cache: Any, block_copies: Any) -> None:
     """See `kvpager.attention.copy_blocks`."""
     pairs = _ints("block_copies", block_copies, np.int32, 2)
-    if pairs.size and pairs.shape[1] != 2:
-        raise InvalidArgumentError(f"block_copies has shape {pairs.shape}, expected [num_copies, 2]")
     arrays = [("k_cache", _elements("k_cache", k_cache))]
     if v_cache is not None:
         arrays.append(("v_cache", _elements("v_cache", v_cache)))

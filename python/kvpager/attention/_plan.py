@@ -6,9 +6,7 @@ made for, not from the lengths of a step, so a captured launch stays valid while
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +32,27 @@ class PlanRoom:
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """One kernel class of a plan on the host: counts [2], work [work, 8], merges [merges, 4], all int32."""
+    """One kernel class of a plan on the host, int32.
 
-    counts: npt.NDArray[np.int32]
-    work: npt.NDArray[np.int32]
+    Attributes:
+        items: [1 + work, 8]: the counts of work and merges, then the work; one copy brings both to a device.
+        merges: [merges, 4].
+        num_partials: partial results that the work leaves.
+    """
+
+    items: npt.NDArray[np.int32]
     merges: npt.NDArray[np.int32]
     num_partials: int
+
+    @property
+    def counts(self) -> npt.NDArray[np.int32]:
+        """[2]: work items, merge items."""
+        return self.items[0, :2]
+
+    @property
+    def work(self) -> npt.NDArray[np.int32]:
+        """[work, 8]."""
+        return self.items[1:]
 
 
 def plan_room(
@@ -90,7 +103,6 @@ def plan_class(
     room: PlanRoom,
     kv_starts: npt.NDArray[np.int32] | None = None,
     min_chunk: int = MIN_CHUNK,
-    allocate: Callable[..., Any] = np.zeros,
 ) -> HostPlan:
     """Plans the sequences of one kernel class.
 
@@ -106,7 +118,6 @@ def plan_class(
         room: what the arrays hold.
         kv_starts: int32 [num_sequences], positions to leave out at the front of each; None: none.
         min_chunk: shortest chunk.
-        allocate: makes the host arrays, e.g. in pinned memory; called with a shape and a dtype.
 
     Returns:
         The plan.
@@ -114,14 +125,13 @@ def plan_class(
     Raises:
         InvalidArgumentError: The arrays do not fit each other, or the plan needs more room.
     """
-    counts = allocate(2, np.int32)
-    work = allocate((room.work, 8), np.int32)
-    merges = allocate((room.merges, 4), np.int32)
+    items = np.zeros((1 + room.work, 8), np.int32)
+    merges = np.zeros((room.merges, 4), np.int32)
     num_work, num_merges, num_partials = _core._split_plan(
         query_start,
         context_lens,
         kv_starts,
-        work.reshape(-1),
+        items[1:].reshape(-1),
         merges.reshape(-1),
         group=group,
         tile_rows=kernel_class.kernel.tile_rows,
@@ -133,8 +143,8 @@ def plan_class(
         target_blocks=target_blocks,
         min_chunk=min_chunk,
     )
-    counts[:] = (num_work, num_merges)
-    return HostPlan(counts, work, merges, num_partials)
+    items[0, :2] = (num_work, num_merges)
+    return HostPlan(items, merges, num_partials)
 
 
 def view_of(

@@ -19,7 +19,6 @@ __all__ = [
     "copy_blocks",
     "gather_blocks",
     "merge_states",
-    "mla_decode",
     "paged_attention",
     "scatter_blocks",
     "zero_blocks",
@@ -100,12 +99,6 @@ def paged_attention(query: Any, k_cache: Any, v_cache: Any, **options: Any) -> A
 def cascade_attention(query: Any, k_cache: Any, v_cache: Any, **options: Any) -> Any:
     """See `kvpager.attention.cascade_attention`."""
     return _attend("cascade_attention", (query, k_cache, v_cache), v_cache.shape[-1], options)
-
-
-def mla_decode(query: Any, latent_cache: Any, *, kv_lora_rank: int, **options: Any) -> Any:
-    """See `kvpager.attention.mla_decode`."""
-    options = {"kv_lora_rank": kv_lora_rank, **options}
-    return _attend("mla_decode", (query, latent_cache), kv_lora_rank, options)
 
 
 def merge_states(

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpager.attention import _cupy, kernels, tuning
+from kvpager.attention import kernels, paged_attention, tuning
+from kvpager.attention.device_plan import AttentionPlan
 from kvpager.errors import KvPagerError
 
 __all__ = ["candidates", "main"]
@@ -41,10 +42,10 @@ def _time(cupy: Any, lens: list[int], shape: tuning.LaunchShape) -> float:
         "context_lens": cupy.asarray(lengths),
         "out": cupy.empty_like(query),
     }
-    call = _cupy.attention_call(query, *caches, **options)
     multiprocessors = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
-    plan = _cupy.AttentionPlan(
-        call,
+    plan = AttentionPlan(
+        query,
+        *caches,
         max_sequences=len(lens),
         max_tokens=len(lens),
         max_query_len=1,
@@ -56,7 +57,7 @@ def _time(cupy: Any, lens: list[int], shape: tuning.LaunchShape) -> float:
     for _ in range(25):
         start, end = cupy.cuda.Event(), cupy.cuda.Event()
         start.record()
-        _cupy.paged_attention(query, *caches, plan=plan, **options)
+        paged_attention(query, *caches, plan=plan, **options)
         end.record()
         end.synchronize()
         times.append(cupy.cuda.get_elapsed_time(start, end))

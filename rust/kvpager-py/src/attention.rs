@@ -102,7 +102,7 @@ fn _append_kv(
         let cache = tensor::<4>(&format!("{name}_cache"), cache, true)?;
         views.push((name.as_str(), Append { rows, cache, scale: scale(name, scale_argument)? }));
     }
-    py.detach(|| core::append_kv(&views, &slots)).py()
+    py.detach(|| core::append_kv(&views, &slots, ThreadPool::global())).py()
 }
 
 /// Scores and masks of a call.
@@ -211,7 +211,7 @@ fn _copy_blocks(py: Python<'_>, arrays: Vec<(String, Named<'_>)>, pairs: &Bound<
         .iter()
         .map(|(name, array)| Ok((name.as_str(), tensor(name, array, false)?)))
         .collect::<PyResult<_>>()?;
-    py.detach(|| core::copy_blocks(&views, &pairs)).py()
+    py.detach(|| core::copy_blocks(&views, &pairs, ThreadPool::global())).py()
 }
 
 /// Zeroes blocks of an array.
@@ -219,7 +219,7 @@ fn _copy_blocks(py: Python<'_>, arrays: Vec<(String, Named<'_>)>, pairs: &Bound<
 fn _zero_blocks(py: Python<'_>, cache: Named<'_>, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
     let ids = read_ints::<i32>(block_ids, "block_ids")?;
     let cache = tensor::<4>("cache", &cache, false)?;
-    py.detach(|| core::zero_blocks(&cache, &ids)).py()
+    py.detach(|| core::zero_blocks(&cache, &ids, ThreadPool::global())).py()
 }
 
 /// Copies blocks out of an array.
@@ -232,7 +232,7 @@ fn _gather_blocks(
 ) -> PyResult<()> {
     let ids = read_ints::<i32>(block_ids, "block_ids")?;
     let (cache, out) = (tensor::<4>("cache", &cache, false)?, tensor::<4>("out", &out, false)?);
-    py.detach(|| core::gather_blocks(&cache, &ids, &out)).py()
+    py.detach(|| core::gather_blocks(&cache, &ids, &out, ThreadPool::global())).py()
 }
 
 /// Copies blocks into an array.
@@ -245,7 +245,7 @@ fn _scatter_blocks(
 ) -> PyResult<()> {
     let ids = read_ints::<i32>(block_ids, "block_ids")?;
     let (cache, values) = (tensor::<4>("cache", &cache, false)?, tensor::<4>("values", &values, false)?);
-    py.detach(|| core::scatter_blocks(&cache, &ids, &values)).py()
+    py.detach(|| core::scatter_blocks(&cache, &ids, &values, ThreadPool::global())).py()
 }
 
 /// Sequences that share their first blocks: (group_start, sequences, prefix_lens).

@@ -1,7 +1,7 @@
 //! Writing new keys and values to their slots, converting and quantising on the way.
 
 use super::dtype::{read_element, write_element};
-use super::{Dtype, KvScale, Tensor};
+use super::{Dtype, KvScale, Tensor, ThreadPool};
 use crate::{Error, Result};
 
 /// New keys or values, the cache they go to, and its scale.
@@ -20,19 +20,30 @@ pub struct Append<'a> {
 ///
 /// # Errors
 /// `InvalidArgument` for shapes, dtypes or slots that do not fit; nothing is written then.
-pub fn append_kv(pairs: &[(&str, Append<'_>)], slots: &[i64]) -> Result<()> {
+pub fn append_kv(pairs: &[(&str, Append<'_>)], slots: &[i64], threads: &ThreadPool) -> Result<()> {
     for (name, pair) in pairs {
         pair.check(name, slots)?;
     }
     for (_, pair) in pairs {
-        for (token, &slot) in slots.iter().enumerate() {
-            if let Ok(slot) = usize::try_from(slot) {
-                pair.write_token(token, slot);
+        let block_size = pair.cache.shape()[1].max(1);
+        // A job takes the tokens of its blocks, in their order, so that a slot named twice is one job's.
+        let num_jobs = (threads.size() * JOBS_PER_THREAD).min(slots.len());
+        let job_bytes = pair.rows.item_bytes() * slots.len().div_ceil(num_jobs.max(1));
+        threads.run_moves(num_jobs, job_bytes, &|job| {
+            for (token, &slot) in slots.iter().enumerate() {
+                if let Some(slot) =
+                    usize::try_from(slot).ok().filter(|slot| slot / block_size % num_jobs == job)
+                {
+                    pair.write_token(token, slot);
+                }
             }
-        }
+        });
     }
     Ok(())
 }
+
+/// Jobs to make for each thread, so that unequal ones even out.
+const JOBS_PER_THREAD: usize = 4;
 
 impl Append<'_> {
     fn check(&self, name: &str, slots: &[i64]) -> Result<()> {

@@ -1,6 +1,6 @@
 //! Whole blocks: copy on write, zeroing, and batched gathers and scatters for swapping.
 
-use super::Tensor;
+use super::{Tensor, ThreadPool};
 use crate::{Error, Result};
 
 /// Checks that ids are blocks of an array.
@@ -28,7 +28,7 @@ fn check_distinct(name: &str, ids: &[i32]) -> Result<()> {
 /// # Errors
 /// `InvalidArgument` for an id outside an array, a destination named twice, or a destination that is also a
 /// source; nothing is copied then.
-pub fn copy_blocks(arrays: &[(&str, Tensor<4>)], pairs: &[[i32; 2]]) -> Result<()> {
+pub fn copy_blocks(arrays: &[(&str, Tensor<4>)], pairs: &[[i32; 2]], threads: &ThreadPool) -> Result<()> {
     let (from, to): (Vec<i32>, Vec<i32>) = pairs.iter().map(|pair| (pair[0], pair[1])).unzip();
     check_distinct("block_copies", &to)?;
     let mut sources = from.clone();
@@ -42,9 +42,10 @@ pub fn copy_blocks(arrays: &[(&str, Tensor<4>)], pairs: &[[i32; 2]]) -> Result<(
         check_ids("block_copies", &to, array.shape()[0])?;
     }
     for (_, array) in arrays {
-        for (&source, &target) in from.iter().zip(&to) {
-            copy_block(array, source as usize, array, target as usize);
-        }
+        // No block is both written and read, or written twice, so the order does not matter.
+        threads.run_moves(pairs.len(), array.item_bytes(), &|index| {
+            copy_block(array, from[index] as usize, array, to[index] as usize);
+        });
     }
     Ok(())
 }
@@ -53,34 +54,44 @@ pub fn copy_blocks(arrays: &[(&str, Tensor<4>)], pairs: &[[i32; 2]]) -> Result<(
 ///
 /// # Errors
 /// `InvalidArgument` for an id outside the array; nothing is written then.
-pub fn zero_blocks(cache: &Tensor<4>, ids: &[i32]) -> Result<()> {
+pub fn zero_blocks(cache: &Tensor<4>, ids: &[i32], threads: &ThreadPool) -> Result<()> {
     cache.require_writable("cache")?;
     check_ids("block_ids", ids, cache.shape()[0])?;
+    // A block that is named twice is given to one thread.
+    let mut ids = ids.to_vec();
+    ids.sort_unstable();
+    ids.dedup();
+    threads.run_moves(ids.len(), cache.item_bytes(), &|index| zero_block(cache, ids[index] as usize));
+    Ok(())
+}
+
+fn zero_block(cache: &Tensor<4>, id: usize) {
     let [_, rows, columns, depth] = cache.shape();
     let size = cache.dtype().size();
-    for &id in ids {
-        for (row, column) in product(rows, columns) {
-            let target = cache.at([id as usize, row, column, 0]);
-            for index in 0..depth as isize {
-                let element = target.wrapping_offset(index * cache.strides()[3]);
-                // SAFETY: an element of the array: id, row, column and index are inside its shape.
-                unsafe { element.write_bytes(0, size) };
-            }
+    if cache.has_dense_items() && cache.item_bytes() > 0 {
+        // SAFETY: the block's bytes lie without gaps, and its id was checked.
+        return unsafe { cache.at([id, 0, 0, 0]).write_bytes(0, cache.item_bytes()) };
+    }
+    for (row, column) in product(rows, columns) {
+        let target = cache.at([id, row, column, 0]);
+        for index in 0..depth as isize {
+            let element = target.wrapping_offset(index * cache.strides()[3]);
+            // SAFETY: an element of the array: id, row, column and index are inside its shape.
+            unsafe { element.write_bytes(0, size) };
         }
     }
-    Ok(())
 }
 
 /// Copies block `ids[i]` of `cache` to `out[i]`.
 ///
 /// # Errors
 /// `InvalidArgument` for an id outside the array, or an `out` of another shape or dtype.
-pub fn gather_blocks(cache: &Tensor<4>, ids: &[i32], out: &Tensor<4>) -> Result<()> {
+pub fn gather_blocks(cache: &Tensor<4>, ids: &[i32], out: &Tensor<4>, threads: &ThreadPool) -> Result<()> {
     check_staging(cache, ids, out, "out")?;
     out.require_writable("out")?;
-    for (index, &id) in ids.iter().enumerate() {
-        copy_block(cache, id as usize, out, index);
-    }
+    threads.run_moves(ids.len(), cache.item_bytes(), &|index| {
+        copy_block(cache, ids[index] as usize, out, index)
+    });
     Ok(())
 }
 
@@ -88,13 +99,18 @@ pub fn gather_blocks(cache: &Tensor<4>, ids: &[i32], out: &Tensor<4>) -> Result<
 ///
 /// # Errors
 /// `InvalidArgument` for an id outside the array or named twice, or `values` of another shape or dtype.
-pub fn scatter_blocks(cache: &Tensor<4>, ids: &[i32], values: &Tensor<4>) -> Result<()> {
+pub fn scatter_blocks(
+    cache: &Tensor<4>,
+    ids: &[i32],
+    values: &Tensor<4>,
+    threads: &ThreadPool,
+) -> Result<()> {
     check_staging(cache, ids, values, "values")?;
     cache.require_writable("cache")?;
     check_distinct("block_ids", ids)?;
-    for (index, &id) in ids.iter().enumerate() {
-        copy_block(values, index, cache, id as usize);
-    }
+    threads.run_moves(ids.len(), cache.item_bytes(), &|index| {
+        copy_block(values, index, cache, ids[index] as usize)
+    });
     Ok(())
 }
 
@@ -113,6 +129,11 @@ fn product(rows: usize, columns: usize) -> impl Iterator<Item = (usize, usize)> 
 fn copy_block(from: &Tensor<4>, source: usize, to: &Tensor<4>, target: usize) {
     let [_, rows, columns, depth] = from.shape();
     let size = from.dtype().size();
+    if from.has_dense_items() && to.has_dense_items() && from.item_bytes() > 0 {
+        let (read, write) = (from.at([source, 0, 0, 0]), to.at([target, 0, 0, 0]));
+        // SAFETY: both blocks' bytes lie without gaps; they are different blocks, or lie in different arrays.
+        return unsafe { read.copy_to_nonoverlapping(write, from.item_bytes()) };
+    }
     let dense = from.has_dense_rows() && to.has_dense_rows();
     for (row, column) in product(rows, columns) {
         let (read, write) = (from.at([source, row, column, 0]), to.at([target, row, column, 0]));

@@ -71,6 +71,21 @@ impl<const N: usize> Tensor<N> {
         self.shape[N - 1] <= 1 || self.strides[N - 1] == self.dtype.size() as isize
     }
 
+    /// Bytes of the elements that one index of the first dimension selects.
+    pub(super) fn item_bytes(&self) -> usize {
+        self.shape[1..].iter().product::<usize>() * self.dtype.size()
+    }
+
+    /// Whether the elements that one index of the first dimension selects lie without gaps, in order.
+    pub(super) fn has_dense_items(&self) -> bool {
+        let mut dense = self.dtype.size();
+        (1..N).rev().all(|axis| {
+            let fits = self.shape[axis] <= 1 || self.strides[axis] == dense as isize;
+            dense *= self.shape[axis];
+            fits
+        })
+    }
+
     pub(super) fn require_shape(&self, name: &str, shape: [usize; N]) -> Result<()> {
         if self.shape == shape {
             return Ok(());

@@ -8,6 +8,12 @@ use crate::sync::{AtomicBool, AtomicUsize, Ordering};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 
+/// Bytes from which moving them is shared: one core moves so many in the time that it takes to wake another.
+const MOVED_BYTES_WORTH_THREADS: usize = 256 * 1024;
+
+/// Jobs of each thread when memory is moved, so that unequal ones even out.
+const JOBS_PER_MOVING_THREAD: usize = 4;
+
 type Job<'a> = dyn Fn(usize) + Sync + 'a;
 
 /// Threads for attention; one for the process (see [`ThreadPool::global`]).
@@ -227,6 +233,20 @@ impl ThreadPool {
             }
         }
         (0..num_jobs).for_each(job);
+    }
+}
+
+impl ThreadPool {
+    /// Calls `work(i)` once for each `i` in `0..num_items`, each of which moves `item_bytes`: on this thread alone
+    /// where waking others would cost more than it saves.
+    pub(super) fn run_moves(&self, num_items: usize, item_bytes: usize, work: &(dyn Fn(usize) + Sync)) {
+        if num_items.saturating_mul(item_bytes) < MOVED_BYTES_WORTH_THREADS {
+            return (0..num_items).for_each(work);
+        }
+        let num_jobs = num_items.min(self.size() * JOBS_PER_MOVING_THREAD);
+        self.run(num_jobs, &|job| {
+            (num_items * job / num_jobs..num_items * (job + 1) / num_jobs).for_each(work);
+        });
     }
 }
 

@@ -1,73 +1,108 @@
-"""The split plan in device memory, at addresses that do not change while lengths do."""
+"""The split plan in device memory, at addresses that do not change while lengths do.
+
+A plan is made once for bounds. Each step `update_from(batch)` makes the step's work in Rust from the batch's
+lengths and copies it over; kernels read how much there is from device memory, so a captured graph that was
+launched over the plan stays right for every later step.
+
+    plan = AttentionPlan(query, k_cache, v_cache, max_sequences=256, max_tokens=256, max_query_len=1)
+    ...
+    plan.update_from(batch)  # every step, outside the graph, on the stream of the graph
+    paged_attention(query, k_cache, v_cache, plan=plan, out=out, ...)  # captured, once a layer
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpager.attention import _launch, kernels, tuning
-from kvpager.attention._launch import AttentionCall
+from kvpager.attention._device_arrays import view
+from kvpager.attention._launch import AttentionCall, PlanShape, plan_shape
 from kvpager.attention._manifest import KernelClass
 from kvpager.attention._plan import HostPlan, PlanRoom, plan_class, plan_room, view_of
+from kvpager.errors import InvalidArgumentError
 
 __all__ = ["AttentionPlan"]
 
 Ints = npt.NDArray[np.int32]
 
 
+class _Batch(Protocol):
+    """What a plan reads of a batch; `kvpager.Batch` has it."""
+
+    @property
+    def query_start(self) -> Any: ...
+    @property
+    def context_lens(self) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _DeviceClass:
-    """One kernel class of a plan in device memory."""
+    """One kernel class of a plan in device memory; `items` has the counts in its first row, then the work."""
 
     kernel_class: KernelClass
     room: PlanRoom
-    counts: Any
-    work: Any
+    items: Any
     merges: Any
     partial_out: Any
     partial_state: Any
 
 
 class AttentionPlan:
-    """The split plan of batches up to given bounds.
+    """The split plan of batches up to given bounds, for arrays on a device.
 
-    One plan serves all layers of a step that share head counts, dtypes, window and mask. `update` refills it
-    from the lengths of the next step without moving it, so captured launches stay valid.
+    One plan serves all layers of a step that share head counts, dtypes, window and mask.
     """
 
     def __init__(
         self,
-        call: AttentionCall,
+        query: Any,
+        k_cache: Any,
+        v_cache: Any,
         *,
         max_sequences: int,
         max_tokens: int,
         max_query_len: int | None = None,
+        window: int | None = None,
+        causal: bool = True,
+        kv_dtype: str | None = None,
         target_blocks: int | None = None,
         min_chunk: int | None = None,
     ) -> None:
         """Makes room on the current device.
 
         Args:
-            call: head counts, dtypes, window and mask; its arrays are not kept.
+            query: as for `paged_attention`, on the device; heads and dtypes count, no array is kept.
+            k_cache: as there.
+            v_cache: as there.
             max_sequences: most sequences of a batch.
             max_tokens: most query tokens of a batch.
             max_query_len: most query tokens of one sequence; kernels for more rows are left out. None: any.
+            window: as there.
+            causal: as there.
+            kv_dtype: as there.
             target_blocks: thread blocks that fill the device; None: as tuned for it.
             min_chunk: positions below which a chunk is not cut; None: as tuned.
+
+        Raises:
+            InvalidArgumentError: arrays that are not on the device, or that no kernel serves.
         """
+        arrays = (view(query), view(k_cache, kv_dtype), view(v_cache, kv_dtype))
+        shape = plan_shape(*arrays, window=window, causal=causal)
+        self._start(shape, target_blocks, min_chunk)
+        for item in shape.classes:
+            if max_query_len is None or item.rows_above < max_query_len * shape.group:
+                self._classes.append(self._allocate(item, self._room(item, max_sequences, max_tokens)))
+
+    def _start(self, shape: PlanShape, target_blocks: int | None, min_chunk: int | None) -> None:
         tuned = tuning.current_tuning()
+        self._shape = shape
         self._target_blocks = tuned.target_blocks if target_blocks is None else target_blocks
         self._min_chunk = tuned.min_chunk if min_chunk is None else min_chunk
-        self._call = call
-        classes = call.kernels()
-        if max_query_len is not None:
-            classes = tuple(c for c in classes if c.rows_above < max_query_len * call.group)
-        self._classes = [
-            self._allocate(item, self._room(item, max_sequences, max_tokens)) for item in classes
-        ]
+        self._classes: list[_DeviceClass] = []
 
     @classmethod
     def for_lengths(
@@ -76,7 +111,7 @@ class AttentionPlan:
         """A plan for one batch alone, as large as it needs.
 
         Args:
-            call: as for the constructor.
+            call: the arguments of the attention.
             query_start: int32 [num_sequences + 1], on the host.
             context_lens: int32 [num_sequences], on the host.
             kv_starts: positions to leave out at the front of each sequence.
@@ -84,10 +119,9 @@ class AttentionPlan:
         Returns:
             The filled plan.
         """
-        plan = cls(call, max_sequences=0, max_tokens=0)
-        wanted = call.kernels()
-        plan._classes = []
-        for item in wanted:
+        plan = cls.__new__(cls)
+        plan._start(call.plan_shape(), None, None)
+        for item in plan._shape.classes:
             room = plan._room(item, len(context_lens), call.query.shape[0])
             host = plan._host(item, room, query_start, context_lens, kv_starts)
             num_work, num_merges = (int(count) for count in host.counts)
@@ -102,22 +136,21 @@ class AttentionPlan:
             item.kernel,
             max_sequences=max_sequences,
             max_tokens=max_tokens,
-            group=self._call.group,
-            num_kv_heads=self._call.k_cache.shape[2],
+            group=self._shape.group,
+            num_kv_heads=self._shape.num_kv_heads,
             target_blocks=self._target_blocks,
             min_chunk=self._min_chunk,
         )
 
     def _allocate(self, item: KernelClass, room: PlanRoom) -> _DeviceClass:
         cupy = kernels.load_cupy()
-        rows = (room.partials, self._call.k_cache.shape[2], item.kernel.tile_rows)
+        rows = (room.partials, self._shape.num_kv_heads, item.kernel.tile_rows)
         return _DeviceClass(
             item,
             room,
-            cupy.zeros(2, dtype=np.int32),
-            cupy.empty((room.work, 8), dtype=np.int32),
+            cupy.zeros((1 + room.work, 8), dtype=np.int32),
             cupy.empty((room.merges, 4), dtype=np.int32),
-            cupy.empty((*rows, self._call.v_cache.shape[3]), dtype=np.float32),
+            cupy.empty((*rows, self._shape.value_dim), dtype=np.float32),
             cupy.empty((*rows, 2), dtype=np.float32),
         )
 
@@ -128,10 +161,10 @@ class AttentionPlan:
             query_start,
             context_lens,
             item,
-            group=self._call.group,
-            num_kv_heads=self._call.k_cache.shape[2],
-            window=self._call.window,
-            causal=self._call.causal,
+            group=self._shape.group,
+            num_kv_heads=self._shape.num_kv_heads,
+            window=self._shape.window,
+            causal=self._shape.causal,
             target_blocks=self._target_blocks,
             room=room,
             kv_starts=kv_starts,
@@ -140,9 +173,7 @@ class AttentionPlan:
 
     def _fill(self, item: _DeviceClass, host: HostPlan) -> None:
         num_work, num_merges = (int(count) for count in host.counts)
-        item.counts.set(host.counts)
-        if num_work:
-            item.work[:num_work].set(host.work[:num_work])
+        item.items[: 1 + num_work].set(host.items[: 1 + num_work])
         if num_merges:
             item.merges[:num_merges].set(host.merges[:num_merges])
 
@@ -155,23 +186,49 @@ class AttentionPlan:
             kv_starts: positions to leave out at the front of each sequence.
 
         Raises:
-            InvalidArgumentError: The batch is larger than the plan was made for.
+            InvalidArgumentError: The batch is larger than the plan was made for. Nothing is changed then.
         """
         hosts = [
             self._host(item.kernel_class, item.room, query_start, context_lens, kv_starts)
             for item in self._classes
         ]
+        self._check_covered(query_start)
         for item, host in zip(self._classes, hosts, strict=True):
             self._fill(item, host)
 
+    def update_from(self, batch: _Batch) -> None:
+        """`update` from a scheduler's batch."""
+        self.update(batch.query_start, batch.context_lens)
+
+    def _check_covered(self, query_start: Ints) -> None:
+        """Refuses sequences of more rows than the kernels of the plan serve."""
+        most = max((item.kernel_class.rows_up_to for item in self._classes), default=0)
+        longest = int(np.max(np.diff(query_start), initial=0))
+        if longest * self._shape.group > most:
+            raise InvalidArgumentError(
+                f"a sequence has {longest} query tokens, the plan was made for {most // self._shape.group}"
+            )
+
     def launches(self, call: AttentionCall) -> list[_launch.Launch]:
-        """The launches of a call over this plan's work; the grids depend on the plan's room only."""
-        call.check()
+        """The launches of a call over this plan's work; the grids depend on the plan's room only.
+
+        Raises:
+            InvalidArgumentError: The plan was made for other heads, dtypes, window or mask.
+        """
+        shape = call.plan_shape()
+        if shape != self._shape:
+            names = [
+                name
+                for name in PlanShape.__dataclass_fields__
+                if getattr(shape, name) != getattr(self._shape, name)
+            ]
+            raise InvalidArgumentError(f"the plan was made for other arguments: {', '.join(names)} differ")
         found: list[_launch.Launch] = []
         for item in self._classes:
+            start = int(item.items.data.ptr)
             addresses = view_of(
-                int(item.counts.data.ptr),
-                int(item.work.data.ptr),
+                start,
+                start + 32,
                 int(item.merges.data.ptr),
                 item.room,
                 int(item.partial_out.data.ptr),
