@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from synthetic import LetterTokenizer, ScriptRunner, idle
 
-from kvpager.engine import AsyncEngine, Engine, EngineConfig, GenerationParams, NullRunner
+from kvpager.engine import AsyncEngine, Engine, EngineConfig, Generation, GenerationParams, NullRunner
 from kvpager.errors import GenerationError, RefusedError, WrongStateError
 
 
@@ -315,6 +315,31 @@ def test_request_that_is_not_done_by_its_deadline_fails_with_the_reason(served: 
         assert failed.value.reason == "deadline"
 
     asyncio.run(main())
+
+
+def test_request_that_races_with_the_end_is_refused_or_ended_never_forgotten() -> None:
+    for _ in range(30):
+        engine = Engine(NullRunner(), EngineConfig(num_blocks=64))
+        served = AsyncEngine(engine)
+        accepted: list[Generation] = []
+
+        def submit(engine: Engine = engine, accepted: list[Generation] = accepted) -> None:
+            while True:
+                try:
+                    accepted += engine.submit([1], GenerationParams(max_tokens=2, n=3))
+                except RefusedError:
+                    time.sleep(0.001)
+                except WrongStateError:
+                    return
+
+        threads = [threading.Thread(target=submit) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        served.close()
+        for thread in threads:
+            thread.join()
+        assert all(generation.has_ended for generation in accepted)
+        assert idle(engine)
 
 
 def test_close_is_idempotent_and_may_come_from_any_thread() -> None:

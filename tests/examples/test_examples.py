@@ -47,3 +47,13 @@ def test_example_prints_what_it_promises(repository: Path, name: str) -> None:
 
 def test_embedding_in_an_asyncio_server_takes_fewer_than_80_lines(repository: Path) -> None:
     assert len((repository / "examples/asyncio_server.py").read_text().splitlines()) < 80
+
+
+@pytest.mark.parametrize("name", ["embedding.md", "notes/engine.md", "notes/server.md", "notes/runner.md"])
+def test_files_that_the_pages_name_exist(repository: Path, name: str) -> None:
+    page = repository / "docs" / name
+    text = page.read_text()
+    links = [(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#:]+)\)", text)]
+    named = [repository / path for path in re.findall(r"`((?:python|examples|docs)/[\w/.-]+)`", text)]
+    assert links or named
+    assert not [str(path) for path in (*links, *named) if not path.exists()]

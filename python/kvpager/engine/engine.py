@@ -7,8 +7,6 @@ of the scheduler follows.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -16,19 +14,18 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvpager._core import Batch, BlockPool, Fingerprint, FinishedRequest, PrefixIndex, Scheduler, Tenant
+from kvpager._core import Batch, BlockPool, Fingerprint, FinishedRequest, PrefixIndex, Scheduler
 from kvpager.engine.config import EngineConfig, GenerationParams
 from kvpager.engine.counters import EngineSnapshot, TenantCounters
 from kvpager.engine.generation import Generation, Listener
 from kvpager.engine.model_runner import ModelRunner, RunnerLostError
 from kvpager.engine.output import GenerationOutput, OutputReader
+from kvpager.engine.registry import DEFAULT_TENANT, Registry
 from kvpager.engine.rows import choose_tokens
 from kvpager.engine.text import TextTokenizer
-from kvpager.errors import InvalidArgumentError, RefusedError, WrongStateError
 
 __all__ = ["DEFAULT_TENANT", "Engine"]
 
-DEFAULT_TENANT = "default"
 _IntArray = npt.NDArray[np.int32]
 
 
@@ -97,14 +94,7 @@ class Engine:
         runner.allocate(
             num_blocks=config.num_blocks, block_size=config.block_size, host_blocks=config.host_blocks
         )
-        self._fingerprint = fingerprint
-        self._tenants: dict[str, Tenant] = {}
-        self._counters: dict[str, TenantCounters] = {}
-        self._live: dict[int, Generation] = {}
-        self._registering = threading.Lock()
-        self._pid = os.getpid()
-        self._state = "running"
-        self._reason: str | None = None
+        self._registry = Registry(self.scheduler, runner, tokenizer, fingerprint)
         self._failures_in_a_row = 0
         self._failed_steps = 0
         self.on_input: Callable[[], object] = lambda: None
@@ -141,39 +131,37 @@ class Engine:
             InvalidArgumentError: the name is taken, another name is unknown, the pool cannot give the quota,
                 or scopes and levels do not go together.
         """
-        self._tenants[name] = self.scheduler.add_tenant(
+        self._registry.add_tenant(
             name,
             guaranteed=guaranteed,
             limit=limit,
             weight=weight,
-            fingerprint=self._fingerprint,
             max_waiting=max_waiting,
             isolation=isolation,
             scope=scope,
-            group=None if group is None else self._tenant(group),
-            public=None if public is None else self._tenant(public),
+            group=group,
+            public=public,
         )
-        self._counters[name] = TenantCounters()
 
     @property
     def tenants(self) -> tuple[str, ...]:
         """Names of the tenants."""
-        return tuple(self._tenants)
+        return tuple(self._registry.tenants)
 
     @property
     def state(self) -> str:
         """`running`, `draining` (accepts nothing more), `stopped` or `failed`."""
-        return self._state
+        return self._registry.state
 
     @property
     def reason(self) -> str | None:
         """Why it failed, or None."""
-        return self._reason
+        return self._registry.reason
 
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
-        return len(self._live)
+        return len(self._registry.live)
 
     def has_work(self) -> bool:
         """Whether anything waits or runs, or an end has not been delivered yet."""
@@ -205,29 +193,14 @@ class Engine:
                 wait (`retryable`). Nothing was accepted.
             WrongStateError: the engine is draining, has stopped, has failed, or is of another process.
         """
-        params = params or GenerationParams()
-        self._check_open()
-        self._check_params(params)
-        handle = self._tenant(tenant)
-        ids = self._prompt_ids(prompt)
-        stop_ids = self._stop_token_ids(params)
-        generations: list[Generation] = []
         try:
-            for index in range(params.n):
-                generations.append(self._submit_one(handle, ids, params, stop_ids, index, listener))
-        except RefusedError:
-            self._counters[tenant].refused += 1
-            for generation in generations:
-                self.abort(generation)
-            raise
+            return self._registry.submit(prompt, params or GenerationParams(), tenant, listener)
         finally:
             self.on_input()
-        return generations
 
     def abort(self, generation: Generation) -> bool:
         """Ends a request at the next step, which frees its blocks; False if it had ended. From any thread."""
-        generation.is_aborted = True
-        is_live = not generation.has_ended and self.scheduler.abort(generation.request_id)
+        is_live = self._registry.abort(generation)
         self.on_input()
         return is_live
 
@@ -241,25 +214,26 @@ class Engine:
     def snapshot(self) -> EngineSnapshot:
         """Returns the counts of all parts, each of its own moment while the engine steps. From any thread."""
         return EngineSnapshot(
-            state=self._state,
-            reason=self._reason,
+            state=self.state,
+            reason=self.reason,
             pool=self.pool.stats(),
             scheduler=self.scheduler.stats(),
             accounts={
-                name: self.pool.account_stats(tenant.account) for name, tenant in list(self._tenants.items())
+                name: self.pool.account_stats(tenant.account)
+                for name, tenant in list(self._registry.tenants.items())
             },
-            tenants=dict(self._counters),
+            tenants=dict(self._registry.counters),
             failed_steps=self._failed_steps,
         )
 
     def counters(self, tenant: str) -> TenantCounters:
         """The counts of one tenant, which go on changing. From any thread."""
-        return self._counters[tenant]
+        return self._registry.counters[tenant]
 
     def stop_accepting(self) -> None:
         """Refuses further requests; what was accepted goes on. From any thread."""
-        if self._state == "running":
-            self._state = "draining"
+        if self.state == "running":
+            self._registry.leave("draining")
 
     # --- the engine's thread ----------------------------------------------------------------------------
 
@@ -339,104 +313,15 @@ class Engine:
 
     def close(self) -> None:
         """Ends every request and gives its blocks back. Idempotent; in the engine's thread."""
-        if self._state in ("running", "draining"):
-            self._state = "stopped"
+        if self.state in ("running", "draining"):
+            self._registry.leave("stopped")
         self._end_all()
 
     # --- parts of the above -----------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self._state != "running":
-            because = f": {self._reason}" if self._reason else ""
-            raise WrongStateError(f"the engine accepts no requests: it is {self._state}{because}")
-        if os.getpid() != self._pid:
-            raise WrongStateError(
-                f"the engine belongs to process {self._pid}, this is {os.getpid()}: make one after a fork"
-            )
-
-    def _check_params(self, params: GenerationParams) -> None:
-        if params.stop and self.tokenizer is None:
-            raise InvalidArgumentError("stop texts need an engine with a tokenizer: give stop_token_ids")
-        if params.logprobs is not None and not self.runner.gives_logits:
-            raise InvalidArgumentError("this model runner returns tokens, not logits: it has no logprobs")
-
-    def _tenant(self, name: str) -> Tenant:
-        if not self._tenants and name == DEFAULT_TENANT:
-            with self._registering:
-                if not self._tenants:
-                    self.add_tenant(name)
-        if (tenant := self._tenants.get(name)) is None:
-            raise InvalidArgumentError(
-                f"unknown tenant {name!r}: there are {', '.join(self._tenants) or 'none'}"
-            )
-        return tenant
-
-    def _prompt_ids(
-        self, prompt: str | Sequence[int] | npt.NDArray[np.integer[Any]]
-    ) -> npt.NDArray[np.uint32]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidArgumentError("a text prompt needs an engine with a tokenizer: give token ids")
-            prompt = self.tokenizer.encode(prompt)
-        ids = np.ascontiguousarray(prompt, dtype=np.int64)
-        vocab_size = self.runner.vocab_size
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
-            raise InvalidArgumentError(
-                f"token id {wrong} of the prompt is outside the vocabulary of {vocab_size}"
-            )
-        return ids.astype(np.uint32)
-
-    def _stop_token_ids(self, params: GenerationParams) -> list[int]:
-        own = () if self.tokenizer is None or params.ignore_eos else self.tokenizer.stop_token_ids
-        return [*own, *params.stop_token_ids]
-
-    def _submit_one(
-        self,
-        tenant: Tenant,
-        ids: npt.NDArray[np.uint32],
-        params: GenerationParams,
-        stop_token_ids: list[int],
-        index: int,
-        listener: Listener | None,
-    ) -> Generation:
-        submitted_at = time.perf_counter()
-        with self._registering:  # the engine's thread must not meet an id that is not in `_live` yet
-            request_id = self.scheduler.submit(
-                tenant,
-                ids,
-                max_tokens=params.max_tokens,
-                min_tokens=params.min_tokens,
-                stop_token_ids=stop_token_ids,
-                priority=params.priority,
-                reuse=params.reuse,
-                deadline_seconds=params.deadline,
-                salt=params.salt,
-            )
-            generation = Generation(
-                request_id,
-                tenant.name,
-                prompt_tokens=len(ids),
-                params=params,
-                sampling=params.sampling.for_sample(index),
-                submitted_at=submitted_at,
-                index=index,
-                listener=listener,
-            )
-            self._live[request_id] = generation
-            self._counters[tenant.name].submitted += 1
-        return generation
-
-    def _find(self, request_id: int) -> Generation:
-        found = self._live.get(request_id)
-        if found is None:
-            with self._registering:
-                found = self._live[request_id]
-        return found
-
     def _compute(self, batch: Batch) -> tuple[_IntArray, _IntArray, list[Generation]]:
         """Runs the model; returns `token_start` [S+1], the tokens [R], and whose they are."""
-        generations = [self._find(request_id) for request_id in batch.sequence_ids.tolist()]
+        generations = [self._registry.find(request_id) for request_id in batch.sequence_ids.tolist()]
         self._note_started(batch, generations)
         query_start = batch.query_start
         owners = np.searchsorted(query_start, batch.sample_rows, side="right") - 1
@@ -455,7 +340,7 @@ class Engine:
             if generation.started_at is None:
                 generation.started_at = now
                 generation.cached_tokens = int(batch.positions[batch.query_start[place]])
-                self._counters[generation.tenant].note_started(generation)
+                self._registry.counters[generation.tenant].note_started(generation)
 
     def _deliver(self, sampled: list[Generation], tokens: list[int]) -> None:
         now = time.perf_counter()
@@ -486,13 +371,13 @@ class Engine:
     def _close(self, finished: Sequence[FinishedRequest]) -> None:
         now = time.perf_counter()
         for account in finished:
-            generation = self._find(account.request_id)
+            generation = self._registry.find(account.request_id)
             if generation.error is None and account.reason == "error":
                 generation.error = account.detail
             generation.account = account
             generation.has_ended = True
-            self._counters[generation.tenant].note_ended(generation, account, now)
-            del self._live[account.request_id]
+            self._registry.counters[generation.tenant].note_ended(generation, account, now)
+            del self._registry.live[account.request_id]
             if generation.listener is not None:
                 generation.listener.notify(generation)
 
@@ -507,19 +392,19 @@ class Engine:
 
     def fail(self, reason: str) -> None:
         """Ends the engine: everything in flight ends with the reason, nothing more is accepted."""
-        self._state, self._reason = "failed", reason
-        for generation in list(self._live.values()):
+        self._registry.leave("failed", reason)
+        for generation in list(self._registry.live.values()):
             generation.error = generation.error or reason
         try:
             self._end_all()
         finally:  # should a part be unusable, its consumers must not wait for ever
-            for generation in self._live.values():
+            for generation in self._registry.live.values():
                 generation.has_ended = True
                 if generation.listener is not None:
                     generation.listener.notify(generation)
 
     def _end_all(self) -> None:
-        for generation in list(self._live.values()):
+        for generation in list(self._registry.live.values()):
             self.abort(generation)
         while self.scheduler.has_work():
             batch = self.scheduler.step()

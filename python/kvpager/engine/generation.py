@@ -28,7 +28,11 @@ class Listener(Protocol):
     """Who is told that a generation has new tokens or has ended."""
 
     def notify(self, generation: Generation) -> None:
-        """Called in the engine's thread after a step's commit; must be quick and raise nothing."""
+        """Called in the engine's thread after a step's commit; must be quick and raise nothing.
+
+        Set `num_taken` to what was read: a request with `max_buffered_tokens` unread is paused, and goes on
+        by `Engine.resume`.
+        """
 
 
 class Generation:
