@@ -46,7 +46,20 @@ def print_plan(result: dict[str, Any]) -> None:
         result: the object of `kvpager plan --json`.
     """
     console = Console(highlight=False)
-    device = sum(result["budget"].values())
+    _print_model(console, result)
+    console.print(_groups(result["layer_groups"]))
+    console.print(_budget(result))
+    console.print(_bar(result["budget"], console.width))
+    _print_outcome(console, result)
+    if "block_sizes" in result:
+        console.print(_block_sizes(result["block_sizes"]))
+    if "verify" in result:
+        _print_verification(console, result["verify"])
+    for note in result["notes"]:
+        console.print(f"Note: {escape(note)}")
+
+
+def _print_model(console: Console, result: dict[str, Any]) -> None:
     heads = (
         ""
         if result["num_kv_heads"] is None
@@ -60,17 +73,19 @@ def print_plan(result: dict[str, Any]) -> None:
         f"A token costs {format_bytes(result['kv_bytes_per_token'])}"
         f", beyond every window {format_bytes(result['kv_bytes_per_token_beyond_window'])}"
     )
-    groups = Table("layer group", "layers", "window", "bytes a token", "padding", title=None, box=None)
-    for group in result["layer_groups"]:
+
+
+def _groups(groups: list[dict[str, Any]]) -> Table:
+    table = Table("layer group", "layers", "window", "bytes a token", "padding", box=None)
+    for group in groups:
         window = "all" if group["window"] is None else f"{group['window']:,}"
-        row = (
-            str(group["layers"]),
-            window,
-            str(group["bytes_per_token"]),
-            str(group["padding_bytes_per_token"]),
-        )
-        groups.add_row(group["span"], *row)
-    console.print(groups)
+        sizes = (str(group["bytes_per_token"]), str(group["padding_bytes_per_token"]))
+        table.add_row(group["span"], str(group["layers"]), window, *sizes)
+    return table
+
+
+def _budget(result: dict[str, Any]) -> Table:
+    device = sum(result["budget"].values())
     table = Table("part", "size", "share", "", "note", box=None)
     for name, size in result["budget"].items():
         table.add_row(
@@ -80,8 +95,10 @@ def print_plan(result: dict[str, Any]) -> None:
             result["budget_origin"][name],
             escape(result["budget_note"][name]),
         )
-    console.print(table)
-    console.print(_bar(result["budget"], console.width))
+    return table
+
+
+def _print_outcome(console: Console, result: dict[str, Any]) -> None:
     console.print(
         f"{result['num_blocks']:,} blocks of {result['block_size']} tokens hold "
         f"{result['max_tokens']:,} tokens; the longest single request: {_tokens(result['longest_request'])}"
@@ -92,12 +109,6 @@ def print_plan(result: dict[str, Any]) -> None:
             f"{request['requests_that_fit']:,} requests of the full {request['tokens']:,} tokens "
             f"({request['blocks']:,} blocks each)"
         )
-    if "block_sizes" in result:
-        console.print(_block_sizes(result["block_sizes"]))
-    if "verify" in result:
-        _print_verification(console, result["verify"])
-    for note in result["notes"]:
-        console.print(f"Note: {escape(note)}")
 
 
 def _print_verification(console: Console, found: dict[str, Any]) -> None:

@@ -246,8 +246,10 @@ def _write_report(
 def _search(study: Study, slo: str, what: str, *, as_json: bool) -> None:
     from kvpager.replay.search import find, parse_objectives
 
+    objectives = parse_objectives(slo)
     try:
-        result = find(study, parse_objectives(slo), what=what)
+        with _progress(study.open(), study, shown=not as_json) as progress:
+            result = find(study, objectives, what=what, report=progress)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     run = result.pop("run")

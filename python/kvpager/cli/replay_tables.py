@@ -129,6 +129,8 @@ _ROWS: list[_Row] = [
     ("mean held blocks", lambda run: f"{run['mean_held']:,.0f}"),
     ("held p50 / p99 / max", lambda run: _quantiles(run["memory"]["held"], "p50", "p99", "max")),
     ("cached p50 / p99 / max", lambda run: _quantiles(run["memory"]["cached"], "p50", "p99", "max")),
+    ("reserved p50 / p99 / max", lambda run: _quantiles(run["memory"]["reserved"], "p50", "p99", "max")),
+    ("free p50 / p99 / max", lambda run: _quantiles(run["memory"]["free"], "p50", "p99", "max")),
     (
         "if nothing were shared",
         lambda run: _quantiles(run["memory"]["held_if_nothing_were_shared"], "p50", "p99", "max"),

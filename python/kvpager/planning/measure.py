@@ -69,32 +69,24 @@ def measure(memory: Memory, geometry: KvGeometry, limits: Limits) -> Measured:
         memory, shape, geometry, cache=cache, weights=weights, batches=batches, block_size=block_size
     )
     del cache, weights
-    memory.close()
-    runtime = _runtime_bytes()
-    free = _free_bytes()
+    memory.trim()
+    runtime = _runtime_bytes(memory)
     return Measured(
-        free=min(memory.total, free + runtime),
+        # What this process takes of the device is gone when an engine starts.
+        free=min(memory.total, memory.free_bytes() + runtime),
         runtime=runtime,
         activations=peaks.activations,
         workspace=peaks.workspace,
     )
 
 
-def _free_bytes() -> int:
-    """Bytes of the device that are free now."""
-    memory = require_device()
-    free = memory.free
-    memory.close()
-    return free
-
-
-def _runtime_bytes() -> int:
+def _runtime_bytes(memory: Memory) -> int:
     """How much less is free while another process holds a context with everything loaded."""
-    before = _free_bytes()
+    before = memory.free_bytes()
     command = [sys.executable, "-c", "from kvpager.planning.measure import hold_runtime; hold_runtime()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         ready = child.stdout.readline() if child.stdout is not None else ""
-        after = _free_bytes()
+        after = memory.free_bytes()
         child.communicate()
     if ready.strip() != "ready":
         raise KvPagerError(f"the process that measures the runtime ended with {child.returncode}")
@@ -107,7 +99,7 @@ def hold_runtime() -> None:
 
     memory = require_device()
     square = memory.empty((64, 64), "float16")
-    memory.product(square, square, square.copy() if hasattr(square, "copy") else square.clone())
+    memory.product(square, square, memory.empty((64, 64), "float16"))
     cache = memory.empty((1, 16, 1, 64), "float16")
     paged_attention(
         memory.empty((1, 1, 64), "float16"),

@@ -25,13 +25,15 @@ class Memory(ABC):
         name: what the reports call it.
         on_device: whether device runtime, graphs and kernel workspaces exist there.
         total: bytes of the memory.
-        free: bytes free when it was opened.
     """
 
     name: str
     on_device: bool
     total: int
-    free: int
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Bytes that nobody uses now."""
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
@@ -62,8 +64,12 @@ class Memory(ABC):
         """Starts a new peak at what is allocated."""
 
     @abstractmethod
+    def trim(self) -> None:
+        """Gives back what the allocator keeps of freed arrays."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Gives everything back."""
+        """Stops counting, and gives everything back."""
 
 
 class _HostMemory(Memory):
@@ -72,10 +78,13 @@ class _HostMemory(Memory):
     def __init__(self) -> None:
         self.name = "host memory, through NumPy"
         self.on_device = False
-        self.total, self.free = _host_bytes()
+        self.total, _ = _host_bytes()
         self._started = not tracemalloc.is_tracing()
         if self._started:
             tracemalloc.start(1)
+
+    def free_bytes(self) -> int:
+        return _host_bytes()[1]
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         array = np.empty(shape, dtype)
@@ -102,6 +111,9 @@ class _HostMemory(Memory):
     def reset_peak(self) -> None:
         tracemalloc.reset_peak()
 
+    def trim(self) -> None:
+        """Nothing: NumPy keeps no large arrays."""
+
     def close(self) -> None:
         if self._started:
             tracemalloc.stop()
@@ -118,9 +130,13 @@ class _CupyMemory(Memory):
         properties = cupy.cuda.runtime.getDeviceProperties(device.id)
         self.name = f"{properties['name'].decode()}, through CuPy"
         self.on_device = True
-        self.free, self.total = device.mem_info
+        self._device = device
+        self.total = int(device.mem_info[1])
         self._hook = _cupy_counter(cupy)
         self._hook.__enter__()
+
+    def free_bytes(self) -> int:
+        return int(self._device.mem_info[0])
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         return self._cupy.zeros(shape, dtype)
@@ -143,9 +159,12 @@ class _CupyMemory(Memory):
     def reset_peak(self) -> None:
         self._hook.peak = self._hook.live
 
+    def trim(self) -> None:
+        self._cupy.get_default_memory_pool().free_all_blocks()
+
     def close(self) -> None:
         self._hook.__exit__()
-        self._cupy.get_default_memory_pool().free_all_blocks()
+        self.trim()
 
 
 def _cupy_counter(cupy: Any) -> Any:
@@ -175,7 +194,10 @@ class _TorchMemory(Memory):
         self._torch = torch
         self.name = f"{torch.cuda.get_device_name()}, through torch"
         self.on_device = True
-        self.free, self.total = torch.cuda.mem_get_info()
+        self.total = int(torch.cuda.mem_get_info()[1])
+
+    def free_bytes(self) -> int:
+        return int(self._torch.cuda.mem_get_info()[0])
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         return self._torch.zeros(tuple(shape), dtype=getattr(self._torch, dtype), device="cuda")
@@ -198,8 +220,11 @@ class _TorchMemory(Memory):
     def reset_peak(self) -> None:
         self._torch.cuda.reset_peak_memory_stats()
 
-    def close(self) -> None:
+    def trim(self) -> None:
         self._torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self.trim()
 
 
 def open_host() -> Memory:

@@ -109,10 +109,13 @@ class _Trial:
 
     def check_room(self) -> None:
         """Refuses what this memory cannot hold, before anything is allocated."""
-        needed = sum(self.predicted.values())
-        if needed > self.memory.free:
+        # A device's runtime is there already, and not free.
+        there = self.predicted["runtime"] if self.memory.on_device else 0
+        needed = sum(self.predicted.values()) - there
+        free = self.memory.free_bytes()
+        if needed > free:
             raise InvalidArgumentError(
-                f"--verify would allocate {needed} bytes of {self.memory.name}, {self.memory.free} are free: "
+                f"--verify would allocate {needed} bytes of {self.memory.name}, {free} are free: "
                 "plan for less --device-memory, or verify on the device itself"
             )
 

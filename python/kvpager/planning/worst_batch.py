@@ -214,25 +214,21 @@ class _Pass:
             self.memory.product(rows, matrix, out)
         return out
 
-    def attend(
-        self, projected: Any, cache: tuple[Any, Any], batch: dict[str, Any], window: int | None
-    ) -> Any:
-        """Writes K and V and attends.
+    def attend(self, normed: Any, cache: tuple[Any, Any], batch: dict[str, Any], window: int | None) -> None:
+        """Makes Q, K and V, writes K and V, and attends.
 
         What that allocates besides is workspace on a device; on the host, whose kernels have none, it counts
         with the activations.
         """
         shape, memory = self.shape, self.memory
-        tokens = len(projected)
+        tokens = len(normed)
+        query, key, value = (
+            self.project(normed, heads * shape.head_dim).reshape(tokens, heads, shape.head_dim)
+            for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
+        )
         out = memory.empty((tokens, shape.query_heads, shape.head_dim), "float16")
         self.mark()
         before = memory.live_bytes()
-        heads = projected.reshape(tokens, shape.query_heads + 2 * shape.kv_heads, shape.head_dim)
-        query, key, value = (
-            heads[:, : shape.query_heads],
-            heads[:, shape.query_heads : -shape.kv_heads],
-            heads[:, -shape.kv_heads :],
-        )
         kv_dtype = "float8_e4m3fn" if shape.cache_dtype == "uint8" else None
         append_kv(key, value, *cache, batch["slot_mapping"], kv_dtype=kv_dtype)
         paged_attention(
@@ -248,15 +244,12 @@ class _Pass:
         if memory.on_device:
             self.peaks.workspace = max(self.peaks.workspace, memory.peak_bytes() - before)
             memory.reset_peak()
-        return out
 
     def layer(self, stream: Any, cache: tuple[Any, Any], batch: dict[str, Any], window: int | None) -> None:
         """One decoder layer: the residual stream and its normed copy live throughout."""
         shape = self.shape
         normed = self.memory.empty(stream.shape, "float16")
-        projected = self.project(normed, (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim)
-        attended = self.attend(projected, cache, batch, window)
-        del projected, attended
+        self.attend(normed, cache, batch, window)
         gated = self.project(normed, 2 * shape.intermediate)
         acted = self.memory.empty((len(stream), shape.intermediate), "float16")
         self.mark()
