@@ -161,6 +161,22 @@ impl PrefixIndex {
         matched
     }
 
+    /// How many tokens [`PrefixIndex::match_chain`] would find now. Pins and touches nothing.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an unknown namespace.
+    pub fn peek_chain(&self, chain: &ScopeChain, tokens: &[u32]) -> Result<usize> {
+        if let [only] = chain.namespaces[..] {
+            return self.peek_prefix(only, tokens);
+        }
+        let tokens = self.without_last(tokens);
+        let mut covered = 0;
+        for &id in &chain.namespaces {
+            covered = self.best_continuation(id, tokens, covered)?.map_or(covered, |next| next.end);
+        }
+        Ok(covered * self.config.block_size as usize)
+    }
+
     fn match_parts(
         self: &Arc<Self>,
         chain: &ScopeChain,

@@ -12,7 +12,7 @@
 //! same way, which is LRU.
 
 use hashbrown::HashTable;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 /// Classes of a continued prefix: turns by lengths.
 const NUM_CHAIN_CLASSES: usize = 16;
@@ -84,7 +84,7 @@ pub(super) struct Learner {
     filter: Filter,
     num_requests: u64,
     estimate: Estimate,
-    values: Box<[[f32; NUM_BUCKETS]; NUM_CLASSES]>,
+    values: Arc<[[f32; NUM_BUCKETS]; NUM_CLASSES]>,
 }
 
 /// Which digests may be a record's end.
@@ -148,7 +148,7 @@ impl Estimate {
 /// What a block is worth by class and time of release, at one moment.
 pub(super) struct Values {
     now: u64,
-    table: Box<[[f32; NUM_BUCKETS]; NUM_CLASSES]>,
+    table: Arc<[[f32; NUM_BUCKETS]; NUM_CLASSES]>,
 }
 
 impl Values {
@@ -166,7 +166,7 @@ impl Values {
 impl Learner {
     pub(super) fn new() -> Self {
         let estimate = Estimate::new();
-        let values = Box::new(std::array::from_fn(|class| values(&estimate.hazards(class))));
+        let values = Arc::new(std::array::from_fn(|class| values(&estimate.hazards(class))));
         Self {
             records: Vec::new(),
             next: 0,
@@ -196,7 +196,7 @@ impl Learner {
 
     /// What blocks are worth now.
     pub(super) fn values(&self) -> Values {
-        Values { now: self.num_requests, table: self.values.clone() }
+        Values { now: self.num_requests, table: Arc::clone(&self.values) }
     }
 
     /// Places a prompt: `digests` are those of its whole-block prefixes, shortest first, `matched` that of what
@@ -287,7 +287,7 @@ impl Learner {
             return;
         }
         let class = estimate.num_classes;
-        self.values[class] = values(&estimate.hazards(class));
+        Arc::make_mut(&mut self.values)[class] = values(&estimate.hazards(class));
         estimate.num_classes += 1;
         if estimate.num_classes == NUM_CLASSES {
             self.filter = std::mem::replace(&mut self.estimate, Estimate::new()).filter;

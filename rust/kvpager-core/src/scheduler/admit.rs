@@ -7,8 +7,9 @@ use super::phases::Phase;
 use super::policy::{AdmissionRequest, AdmissionRoom};
 use super::queue::Place;
 use super::request::{FinishReason, WaitingRequest};
-use super::scopes::look_up;
+use super::scopes::{look_up, peek};
 use super::sequence::Sequence;
+use crate::block_pool::Reservation;
 use crate::prefix_index::ChainPin;
 use crate::{Error, Result};
 
@@ -121,6 +122,11 @@ impl Core {
         let request = &waiting.request;
         self.scratch.clear();
         self.phases.lap(Phase::Admission);
+        let own_growth = self.expected_growth(waiting);
+        if let Some(short) = self.surely_short(waiting, own_growth, growth)? {
+            self.phases.lap(Phase::LookUp);
+            return Ok(Err(short));
+        }
         let found = look_up(self.index.as_ref(), request, &mut self.scratch);
         self.phases.lap(Phase::LookUp);
         let pin = match found {
@@ -138,14 +144,52 @@ impl Core {
             self.queue.note_share_wait(tenant, place);
             return Ok(Err(nothing_there()));
         }
+        let reservation = match self.promise(waiting, self.scratch.len(), own_growth, growth)? {
+            Ok(reservation) => reservation,
+            Err(short) => return Ok(Err(short)),
+        };
+        self.keep_within_limit(&request.tenant)?;
+        let Some(row) = self.tables.take_row() else { return Ok(Err(nothing_there())) };
+        let Some(waiting) = self.queue.pop(tenant, place) else { return Ok(Err(nothing_there())) };
+        note_admission(&waiting, &inbox.places, self.last_step.0);
+        *growth = growth.map(|running| running + own_growth);
+        let sequence = self.start(waiting, pin, reservation, row);
+        let position = self.insert_running(sequence);
+        self.plan_chunk(position, budget)?;
+        Ok(Ok(()))
+    }
+
+    /// What a request would be short of, if it can be told without pinning its prefix: a pin of a request that
+    /// stays in the queue costs time and makes its prefix look used.
+    fn surely_short(
+        &self,
+        waiting: &WaitingRequest,
+        own_growth: f64,
+        growth: &mut Option<f64>,
+    ) -> Result<Option<Error>> {
+        if self.promise(waiting, 0, own_growth, growth)?.is_ok() {
+            return Ok(None);
+        }
+        let found = peek(self.index.as_ref(), &waiting.request)?;
+        Ok(self.promise(waiting, found, own_growth, growth)?.err())
+    }
+
+    /// Reserves what a request needs that has its first `num_found` blocks; the error says what is short.
+    fn promise(
+        &self,
+        waiting: &WaitingRequest,
+        num_found: usize,
+        own_growth: f64,
+        growth: &mut Option<f64>,
+    ) -> Result<std::result::Result<Reservation, Error>> {
+        let request = &waiting.request;
         let asked = AdmissionRequest {
             prompt_tokens: waiting.progress.prompt_tokens,
             known_tokens: request.prompt.len() as u32,
             max_tokens: request.max_tokens,
-            pinned_blocks: self.scratch.len() as u32,
+            pinned_blocks: num_found as u32,
         };
         let need = self.config.policy.blocks_to_reserve(&self.config, asked);
-        let own_growth = self.expected_growth(waiting);
         if self.config.policy.overcommits() && !(self.running.is_empty() && self.parked.is_empty()) {
             let running = *growth.get_or_insert_with(|| self.growth_of_running());
             let stats = self.pool.stats();
@@ -163,20 +207,11 @@ impl Core {
                 }));
             }
         }
-        let reservation = match self.pool.reserve(request.tenant.account, need) {
-            Ok(reservation) => reservation,
-            Err(short @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. })) => return Ok(Err(short)),
-            Err(error) => return Err(error),
-        };
-        self.keep_within_limit(&request.tenant)?;
-        let Some(row) = self.tables.take_row() else { return Ok(Err(nothing_there())) };
-        let Some(waiting) = self.queue.pop(tenant, place) else { return Ok(Err(nothing_there())) };
-        note_admission(&waiting, &inbox.places, self.last_step.0);
-        *growth = growth.map(|running| running + own_growth);
-        let sequence = self.start(waiting, pin, reservation, row);
-        let position = self.insert_running(sequence);
-        self.plan_chunk(position, budget)?;
-        Ok(Ok(()))
+        match self.pool.reserve(request.tenant.account, need) {
+            Ok(reservation) => Ok(Ok(reservation)),
+            Err(short @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. })) => Ok(Err(short)),
+            Err(error) => Err(error),
+        }
     }
 
     /// A sequence whose first blocks are the matched ones in `scratch`.
@@ -184,7 +219,7 @@ impl Core {
         &mut self,
         mut waiting: WaitingRequest,
         pin: Option<ChainPin>,
-        reservation: crate::block_pool::Reservation,
+        reservation: Reservation,
         row: u32,
     ) -> Sequence {
         let pinned = self.scratch.len() as u32;

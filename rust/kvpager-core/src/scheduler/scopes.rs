@@ -229,6 +229,18 @@ pub(super) fn look_up(
     find(index, request, &request.prompt[..request.prompt.len().saturating_sub(1)], blocks)
 }
 
+/// How many blocks [`look_up`] would find now. Pins and touches nothing.
+pub(super) fn peek(index: Option<&Arc<PrefixIndex>>, request: &Request) -> Result<usize> {
+    let (true, Some(index), Some(scopes)) = (request.reuse, index, request.tenant.scopes()) else {
+        return Ok(0);
+    };
+    let chain = match scopes.chain(index, &request.tenant.name, request.salt.as_deref()) {
+        Err(Error::Refused { retryable: true, .. }) => return Ok(0),
+        chain => chain?,
+    };
+    Ok(index.peek_chain(&chain, &request.prompt)? / index.config().block_size as usize)
+}
+
 /// Pins what the index has of whole blocks of a request's `tokens`; their blocks go to `blocks`. `None` if it takes
 /// no part in reuse.
 ///
