@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvpager._core import KvGeometry
-from kvpager.errors import InvalidArgumentError
+from kvpager.errors import InvalidArgumentError, KvPagerError
+from kvpager.planning.measure import measure
 from kvpager.planning.memory import open_device, open_host
 from kvpager.planning.verify import Limits, verify
 from kvpager.planning.worst_batch import worst_batch
@@ -130,6 +131,30 @@ def test_plan_holds_on_a_device(tmp_path: Path) -> None:
     result = json.loads(done.stdout)
     for part in ("activations", "workspace", "runtime"):
         assert result["budget_origin"][part] == "measured"
+
+
+@on_host
+def test_device_s_way_through_a_plan_with_host_memory_in_its_place() -> None:
+    """What a device does differently: products read the weights, workspace is apart, runtime is not held."""
+    memory = open_host()
+    memory.on_device = True
+    geometry = KvGeometry.from_config_json(json.dumps(SMALL))
+    limits = Limits(block_size=16, max_batch_tokens=512, max_running=32, max_model_tokens=8192)
+    sizes = {"runtime": 1 << 20, "graphs": 1 << 20, "max_batch_tokens": 512, "max_running": 32}
+    try:
+        with pytest.raises(KvPagerError, match="the process that measures the runtime ended with"):
+            measure(memory, geometry, limits)
+        budget = geometry.budget(256 << 20, workspace=1 << 20, **sizes)
+        found = verify(geometry, budget, limits, device=memory, runtime=1 << 20)
+    finally:
+        memory.close()
+    parts = {part["part"]: part for part in found["parts"]}
+    for name in ("weights", "activations", "cache", "graphs", "runtime"):
+        assert parts[name]["measured"] <= parts[name]["predicted"] * 1.001
+        assert parts[name]["predicted"] <= 1.05 * parts[name]["measured"], name
+    assert "process of its own" in parts["runtime"]["how"]
+    assert 0 < parts["workspace"]["measured"] < 1 << 20, "tables and what attention allocates"
+    assert not found["ok"], "the workspace that was given is far too large"
 
 
 def test_memory_must_be_said_or_measured(tmp_path: Path) -> None:

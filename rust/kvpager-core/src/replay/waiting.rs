@@ -86,3 +86,42 @@ impl Waiting {
         self.submitted[tenant] > 0 || !self.outside[tenant].is_empty()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::replay::{Arrivals, Columns};
+
+    #[test]
+    fn a_tenant_without_places_keeps_nobody_else_outside() {
+        let tenants: Vec<u32> = (0..50).map(|row| u32::from(row == 49)).collect();
+        let starts = vec![0_u64; 51];
+        let mut arrivals = ArrivalQueue::new(Arrivals::Saturate);
+        let columns = Columns {
+            arrival: &[0.0; 50],
+            prompt_tokens: &[1; 50],
+            output_tokens: &[1; 50],
+            tenant: &tenants,
+            session: &[0; 50],
+            think_time: &[0.0; 50],
+            hash_start: &starts,
+            hash_ids: &[],
+        };
+        arrivals.push(&columns, false);
+        arrivals.close();
+        let mut waiting = Waiting::new(2, 32);
+        let mut arrived = 0;
+        let mut taken = Vec::new();
+        while let Some(pending) = waiting.next(&mut arrivals, 0.0, |_| arrived += 1) {
+            waiting.submit(pending.tenant);
+            taken.push((pending.tenant, pending.number));
+        }
+        // 16 places of the first tenant, and the second tenant's only request, though it came last.
+        let expected: Vec<_> = (0..16).map(|number| (0, number)).chain([(1, 49)]).collect();
+        assert_eq!((arrived, taken), (50, expected));
+        assert!(waiting.is_backlogged(0) && waiting.is_backlogged(1));
+        waiting.leave(0);
+        let next = waiting.next(&mut arrivals, 0.0, |_| ()).expect("one place is free");
+        assert_eq!((next.tenant, next.number), (0, 16));
+    }
+}
