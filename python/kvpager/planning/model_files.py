@@ -58,9 +58,12 @@ def _weight_bytes(directory: Path) -> tuple[int | None, str]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:
-            return int(json.loads(index.read_text())["metadata"]["total_size"]), index.name
+            size = int(json.loads(index.read_text())["metadata"]["total_size"])
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidArgumentError(f"{index}: no metadata.total_size: {error}") from error
+        if not 0 < size < 1 << 62:
+            raise InvalidArgumentError(f"{index}: metadata.total_size is {size}, expected bytes above 0")
+        return size, index.name
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         return None, ""
