@@ -95,7 +95,9 @@ def _refused(run: Run) -> str:
 
 
 def _quantiles(values: dict[str, float], *names: str) -> str:
-    return " / ".join(f"{values[name]:,.4g}" for name in names)
+    return " / ".join(
+        f"{values[name]:,.0f}" if values[name] >= 1000 else f"{values[name]:.4g}" for name in names
+    )
 
 
 def _timed(run: Run, key: str, shown: Callable[[Any], str]) -> str:
