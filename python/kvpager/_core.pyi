@@ -1072,6 +1072,8 @@ class Scheduler:
         max_waiting: requests that may wait at once, of all tenants.
         max_waiting_tokens: prompt tokens that may wait at once, of all tenants; None for no bound.
         ageing_steps: steps of waiting that make up for one class of priority; 0 if priorities do not matter.
+        max_open_steps: steps that may be planned before the oldest of them is committed; with more than 1,
+            tokens that are not sampled yet are -1 in `Batch.token_ids`. Not with a host tier.
         max_prefill_chunk: longest prefill chunk of one sequence in a step; None for the whole budget.
         policy: what must be promised before a request runs. `reserve`: prompt and maximum output, so it is
             never preempted; `watermark` and `forecast` overcommit, and take blocks back when they were wrong.
@@ -1106,6 +1108,7 @@ class Scheduler:
         max_waiting: int = 1024,
         max_waiting_tokens: int | None = None,
         ageing_steps: int = 1024,
+        max_open_steps: int = 1,
         max_prefill_chunk: int | None = None,
         policy: Literal["reserve", "watermark", "forecast"] = "reserve",
         max_bypass: int = 64,
@@ -1226,6 +1229,46 @@ class Scheduler:
         Raises:
             InvalidArgumentError: for an id that was never issued.
         """
+    def fork(self, request_id: int, count: int = 1) -> list[int]:
+        """Makes new requests that go on from where a running one is, with all its tokens; returns their ids.
+
+        They share its blocks, full or not, until one writes a shared block, which `Batch.block_copies` copies
+        first; they have its limits, count its output as theirs, and end by themselves. Between two steps.
+
+        Args:
+            request_id: a request that has blocks and is in no open step.
+            count: how many.
+
+        Raises:
+            InvalidArgumentError: for an id that was never issued, or a count of 0.
+            WrongStateError: if it does not run or is in an open step.
+            RefusedError: if there are too few running places, or the scheduler is being drained.
+            OutOfBlocksError: if what the policy promises to them is not there (or OverQuotaError).
+        """
+    def propose(
+        self,
+        sequence_ids: NDArray[np.integer] | Sequence[int],
+        draft_start: NDArray[np.integer] | Sequence[int],
+        tokens: NDArray[np.integer] | Sequence[int],
+    ) -> int:
+        """Proposes drafts to be verified in the next step; returns how many will be tried.
+
+        A row with k drafts has 1 + k tokens and samples after each. `commit` brings the drafts that were
+        right and one token more; the others are rolled back, and were never cached. Drafts are ignored if their
+        sequence has ended, has more than one token to compute or is in an open step, and where they would
+        reach beyond `max_tokens`.
+
+        Args:
+            sequence_ids: [n] whose.
+            draft_start: [n + 1] `tokens[draft_start[i]:draft_start[i + 1]]` are guessed to follow the last
+                known token of `sequence_ids[i]`; at most 64 each.
+            tokens: [m] draft token ids.
+
+        Raises:
+            InvalidArgumentError: for arrays that do not fit together, or an id that was never issued.
+        """
+    def draft_counts(self) -> tuple[list[int], list[int]]:
+        """Drafts (verified, accepted) so far, by their place after the last known token."""
     def drain(self, *, deadline_steps: int | None = None, deadline_seconds: float | None = None) -> None:
         """Accepts nothing any more. From any thread.
 
@@ -1259,7 +1302,7 @@ class Scheduler:
 
         Raises:
             InvalidArgumentError: if `now` is not finite.
-            WrongStateError: while a step is open or another thread is in the scheduler.
+            WrongStateError: while `max_open_steps` are open or another thread is in the scheduler.
         """
     def commit(
         self,
@@ -1272,17 +1315,18 @@ class Scheduler:
         Args:
             step_id: the batch's.
             token_start: [S+1] `tokens[token_start[i]:token_start[i + 1]]` are row i's: one for each row that
-                samples, none for others.
+                samples, none for others; for a row with k drafts the right ones and one more, 1 to k + 1.
             tokens: [n] sampled token ids.
 
         Raises:
             InvalidArgumentError: for tokens that do not fit the batch.
-            WrongStateError: if the step is not open or another thread is in the scheduler.
+            WrongStateError: if the step is not the oldest open one or another thread is in the scheduler.
         """
     def abandon(self, step_id: int, reason: str, *, fail: bool = False) -> CommitOutcome:
-        """Ends a step that failed; its sequences go back to their last committed length, or end with `fail`.
+        """Ends a step that failed, and the open ones after it.
 
-        By this call the caller says that the device no longer runs the step.
+        Their sequences go back to their last committed length, or end with `fail`. By this call the caller
+        says that the device no longer runs the steps.
 
         Raises:
             WrongStateError: if the step is not open or another thread is in the scheduler.

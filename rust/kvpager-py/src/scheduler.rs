@@ -234,6 +234,7 @@ impl PyScheduler {
     #[new]
     #[pyo3(signature = (pool, index=None, *, block_size=16, max_batch_tokens=512, max_running=64,
         max_model_tokens=8192, max_waiting=1024, max_waiting_tokens=None, ageing_steps=1024,
+        max_open_steps=1,
         max_prefill_chunk=None, policy="reserve",
         max_bypass=64, max_bypass_steps=4096, zero_blocks="on_tenant_change", overflow="auto", host_blocks=0,
         kv_bytes_per_block=2_097_152, link_bytes_per_second=25e9, prefill_tokens_per_second=25e3,
@@ -249,6 +250,7 @@ impl PyScheduler {
         max_waiting: u32,
         max_waiting_tokens: Option<u64>,
         ageing_steps: u32,
+        max_open_steps: u32,
         max_prefill_chunk: Option<u32>,
         policy: &str,
         max_bypass: u32,
@@ -271,6 +273,7 @@ impl PyScheduler {
             max_model_tokens,
             queue: queue_limits(Some(max_waiting), max_waiting_tokens),
             ageing_steps,
+            max_open_steps,
             max_prefill_chunk: max_prefill_chunk.unwrap_or(0),
             max_bypass,
             max_bypass_steps,
@@ -373,6 +376,29 @@ impl PyScheduler {
 
     fn resume(&self, request_id: u64) -> PyResult<bool> {
         self.0.resume(SequenceId(request_id)).py()
+    }
+
+    #[pyo3(signature = (request_id, count=1))]
+    fn fork(&self, request_id: u64, count: u32) -> PyResult<Vec<u64>> {
+        let forked = self.0.fork(SequenceId(request_id), count).py()?;
+        Ok(forked.into_iter().map(|id| id.0).collect())
+    }
+
+    fn propose(
+        &self,
+        sequence_ids: &Bound<'_, PyAny>,
+        draft_start: &Bound<'_, PyAny>,
+        tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<u64> {
+        let ids = read_ints::<u64>(sequence_ids, "sequence_ids")?.into_iter().map(SequenceId);
+        let draft_start = read_ints::<i32>(draft_start, "draft_start")?;
+        let tokens = read_ints::<i32>(tokens, "tokens")?;
+        self.0.propose(&ids.collect::<Vec<_>>(), &draft_start, &tokens).py()
+    }
+
+    fn draft_counts(&self) -> PyResult<(Vec<u64>, Vec<u64>)> {
+        let counts = self.0.draft_counts().py()?;
+        Ok((counts.verified, counts.accepted))
     }
 
     #[pyo3(signature = (*, deadline_steps=None, deadline_seconds=None))]

@@ -85,6 +85,20 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         }
     }
 
+    /// How many references a block has; 0 for one that is the index's.
+    ///
+    /// # Errors
+    /// [`Error::InvalidHandle`] for a handle that names no block in use.
+    pub fn num_references(&self, block: BlockHandle) -> Result<u32> {
+        let state = self.state(self.checked_id(block)?);
+        match state.kind {
+            _ if state.generation != block.generation() => Err(state.fault(block)),
+            Kind::Held | Kind::Shared => Ok(state.references),
+            Kind::Indexed => Ok(0),
+            Kind::Free | Kind::Leaving | Kind::Dropped | Kind::Stored => Err(state.fault(block)),
+        }
+    }
+
     /// The words of a group's blocks.
     fn members(&self, group: usize) -> &[AtomicU64] {
         let first = group * WIDTH;

@@ -117,6 +117,28 @@ impl<const FAULT: u8> Reservation<FAULT> {
         Ok(())
     }
 
+    /// Moves a part of the promise into one of its own. Capacity stays where it is, so it cannot fail for want of
+    /// room.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for more than is promised.
+    pub fn split(&mut self, num_blocks: u32) -> Result<Self> {
+        let count = self.drawn(num_blocks as usize)?;
+        // What has no permit yet moves first; the lane of the part may be missing, then it cannot note permits.
+        let lane = self.pool.lanes.claim(self.account, User::Reservation);
+        let backed = self.backed.saturating_sub(self.num_blocks - count);
+        self.backed -= backed;
+        self.count(-i64::from(count));
+        let pool = Arc::clone(&self.pool);
+        let mut part = Self { pool, account: self.account, num_blocks: 0, backed: 0, lane };
+        match part.lane {
+            Some(_) => part.backed = backed,
+            None => self.pool.accounts.permits.give(Permits { free: backed, shared: 0 }),
+        }
+        part.count(i64::from(count));
+        Ok(part)
+    }
+
     /// Gives a part back.
     ///
     /// # Errors

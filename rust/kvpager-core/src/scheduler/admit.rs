@@ -239,23 +239,13 @@ impl Core {
         let mut blocks = Vec::with_capacity(self.config.blocks_for(longest) as usize);
         tokens.reserve_exact(longest as usize - tokens.len());
         blocks.extend_from_slice(&self.scratch);
-        Sequence {
-            id: waiting.id,
-            request: waiting.request,
-            tokens,
-            num_computed: matched_tokens,
-            num_planned: 0,
-            blocks,
-            num_indexed: pinned,
-            pin,
-            reservation,
-            row,
-            ending: None,
-            has_sampled: false,
-            parked: None,
-            resumed_at: self.now,
-            progress: waiting.progress,
-        }
+        let mut sequence = Sequence::new(waiting.id, waiting.request, tokens, blocks, reservation, row);
+        sequence.num_computed = matched_tokens;
+        sequence.num_indexed = pinned;
+        sequence.pin = pin;
+        sequence.resumed_at = self.now;
+        sequence.progress = waiting.progress;
+        sequence
     }
 
     /// Blocks that stalled and parked sequences wait for.

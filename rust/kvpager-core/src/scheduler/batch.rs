@@ -78,12 +78,19 @@ impl BatchArrays {
         self.table_rows.reserve(num_sequences);
     }
 
-    /// Adds one sequence that computes its last known token.
-    pub(super) fn push_decode(&mut self, id: u64, row: u32, token: u32, position: u32, slot: i64) {
+    /// Adds one sequence that computes its last token: (id, or -1; where it is sampled then).
+    pub(super) fn push_decode(
+        &mut self,
+        id: u64,
+        row: u32,
+        (token, source): (i32, i32),
+        position: u32,
+        slot: i64,
+    ) {
         self.sample_rows.push(self.token_ids.len() as i32);
-        self.token_ids.push(token as i32);
+        self.token_ids.push(token);
         self.positions.push(position as i32);
-        self.token_source.push(-1);
+        self.token_source.push(source);
         self.slot_mapping.push(slot);
         self.finish_row(id, row, position as i32 + 1);
     }

@@ -1,9 +1,12 @@
 //! The end of a step: `commit` takes the sampled tokens, `abandon` says that it did not happen.
 
-use super::core::{Core, OpenStep};
+use super::core::Core;
 use super::inbox::Inbox;
+use super::open_steps::OpenStep;
 use super::phases::Phase;
 use super::request::{FinishReason, FinishedRequest};
+use super::sequence::Sequence;
+use crate::block_pool::BlockPool;
 use crate::ids::{BlockHandle, StepId};
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -27,33 +30,43 @@ impl Core {
         tokens: &[i32],
     ) -> Result<CommitOutcome> {
         self.phases.start();
-        self.check_commit(self.open_step(step_id)?, token_start, tokens)?;
+        self.check_commit(self.oldest_step(step_id)?, token_start, tokens)?;
         self.drain_inbox(inbox)?;
-        let planned = self.close_step()?;
+        let Some(open) = self.close_step(0)? else { return Ok(CommitOutcome::default()) };
         let mut outcome = CommitOutcome::default();
         let block_size = self.config.block_size;
         let mut any_ended = false;
-        for (row, &position) in planned.iter().enumerate() {
-            let position = position as usize;
+        for (row, planned) in open.rows.iter().enumerate() {
             let sampled = &tokens[token_start[row] as usize..token_start[row + 1] as usize];
+            self.computed_tokens += u64::from(planned.num_tokens);
+            let Some(position) = self.locate(planned) else {
+                outcome.dropped_tokens += sampled.len() as u64;
+                continue;
+            };
             let sequence = &mut self.running[position];
-            self.computed_tokens += u64::from(sequence.num_planned);
-            sequence.num_computed += std::mem::take(&mut sequence.num_planned);
+            sequence.in_flight -= planned.num_tokens;
+            sequence.num_pending -= u32::from(planned.num_samples > 0);
             sequence.progress.steps += 1;
             if sequence.ending.is_some() {
                 outcome.dropped_tokens += sampled.len() as u64;
                 any_ended = true;
                 continue;
             }
-            if let Some(&token) = sampled.first() {
-                sequence.ending = sequence.push_token(token as u32);
-                any_ended |= sequence.ending.is_some();
+            if planned.num_drafts > 0 {
+                outcome.dropped_tokens += self.accept_drafts(position, planned, sampled);
+            } else {
+                sequence.num_computed += planned.num_tokens;
+                if let Some(&token) = sampled.first() {
+                    sequence.ending = sequence.push_token(token as u32);
+                }
             }
+            let sequence = &self.running[position];
+            any_ended |= sequence.ending.is_some();
             if sequence.num_computed / block_size > sequence.num_indexed {
-                self.index_full_blocks(position)?;
+                self.index_full_blocks(position, planned.num_tokens)?;
             }
         }
-        self.spare_planned = planned;
+        self.spare_rows = open.rows;
         self.dropped_tokens += outcome.dropped_tokens;
         outcome.finished.append(&mut self.ended);
         if any_ended {
@@ -74,36 +87,24 @@ impl Core {
         reason: &str,
         fail: bool,
     ) -> Result<CommitOutcome> {
-        self.open_step(step_id)?;
+        let place = self.find_open(step_id)?;
         self.drain_inbox(inbox)?;
-        let planned = self.close_step()?;
-        for &position in &planned {
-            let sequence = &mut self.running[position as usize];
-            sequence.num_planned = 0;
-            if fail && sequence.ending.is_none() {
-                sequence.ending = Some(FinishReason::Error);
+        while self.open.len() > place {
+            let Some(open) = self.close_step(self.open.len() - 1)? else { break };
+            self.undo(&open);
+            for row in open.rows.iter().filter(|_| fail) {
+                if let Some(position) = self.locate(row) {
+                    self.running[position].ending.get_or_insert(FinishReason::Error);
+                }
             }
+            self.moved.extend_from_slice(&open.moved);
         }
-        self.spare_planned = planned;
         self.preempt_moved()?;
         let mut outcome = CommitOutcome::default();
         outcome.finished.append(&mut self.ended);
         self.remove_ended(inbox, &mut outcome.finished, Some(&Arc::from(reason)))?;
         self.phases.end_step();
         Ok(outcome)
-    }
-
-    fn close_step(&mut self) -> Result<Vec<u32>> {
-        let Some(open) = self.open.take() else { return Ok(Vec::new()) };
-        self.pool.close_step(open.epoch)?;
-        if let Some(host) = &mut self.host {
-            host.close_step()?;
-        }
-        self.moved = open.moved;
-        if std::mem::take(&mut self.is_chunk_awaited) {
-            self.queue.note_change();
-        }
-        Ok(open.planned)
     }
 
     /// Nobody knows what an abandoned step has moved: whoever it was to move is computed again.
@@ -141,8 +142,13 @@ impl Core {
         }
         for row in 0..open.num_rows {
             let given = i64::from(token_start[row + 1]) - i64::from(token_start[row]);
-            let sequence = open.planned.get(row).map(|&position| &self.running[position as usize]);
-            let wanted = i64::from(sequence.is_some_and(super::sequence::Sequence::samples));
+            let planned = open.rows.get(row);
+            if let Some(planned) = planned.filter(|planned| planned.num_drafts > 0) {
+                let (start, end) = (token_start[row].max(0) as usize, token_start[row + 1].max(0) as usize);
+                self.check_drafts(planned, row, tokens.get(start..end).unwrap_or_default())?;
+                continue;
+            }
+            let wanted = planned.map_or(0, |planned| i64::from(planned.num_samples));
             if given != wanted {
                 return Err(Error::invalid(format!(
                     "{given} tokens for sequence {row} of step {}, which samples {wanted}",
@@ -157,10 +163,15 @@ impl Core {
     }
 
     /// Makes the full, written blocks of a sequence matchable. Content that the index already has is kept
-    /// once: our copy is given up for the resident block, and the table points there.
-    fn index_full_blocks(&mut self, position: usize) -> Result<()> {
+    /// once: our copy is given up for the resident block, and the table points there. What could not be indexed
+    /// when it filled up is tried again when the next block does, of which the last `num_tokens` tokens are part.
+    fn index_full_blocks(&mut self, position: usize, num_tokens: u32) -> Result<()> {
         let Some(index) = &self.index else { return Ok(()) };
         let sequence = &mut self.running[position];
+        let is_late = sequence.num_computed % self.config.block_size >= num_tokens;
+        if is_late || has_shared(&self.pool, sequence)? {
+            return Ok(());
+        }
         let Some(pin) = &mut sequence.pin else { return Ok(()) };
         let block_size = self.config.block_size as usize;
         let from = sequence.num_indexed as usize;
@@ -183,4 +194,16 @@ impl Core {
         }
         Ok(())
     }
+}
+
+/// Whether other sequences refer to a full block of this one that is not indexed: the index takes only blocks that
+/// are exclusively held.
+fn has_shared(pool: &BlockPool, sequence: &Sequence) -> Result<bool> {
+    let shared = sequence.num_shared.min(sequence.blocks.len() as u32) as usize;
+    for &block in sequence.blocks.get(sequence.num_indexed as usize..shared).unwrap_or_default() {
+        if !pool.is_exclusive(block)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }

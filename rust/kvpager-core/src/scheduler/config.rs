@@ -48,6 +48,8 @@ pub struct SchedulerConfig {
     pub queue: QueueLimits,
     /// Steps of waiting that make up for one class of priority inside a tenant; 0 if priorities do not matter.
     pub ageing_steps: u32,
+    /// Steps that may be planned before the oldest of them has ended; 1 to plan with every token known.
+    pub max_open_steps: u32,
     /// Longest prefill chunk of one sequence in a step; 0 for the whole budget.
     pub max_prefill_chunk: u32,
     /// What a request must have promised before it runs.
@@ -73,6 +75,7 @@ impl Default for SchedulerConfig {
             max_model_tokens: 8192,
             queue: QueueLimits { max_requests: 1024, max_tokens: u64::MAX },
             ageing_steps: 1024,
+            max_open_steps: 1,
             max_prefill_chunk: 0,
             policy: AdmissionPolicy::Reserve,
             max_bypass: 64,
@@ -113,6 +116,7 @@ impl SchedulerConfig {
         at_least_one("max_batch_tokens", self.max_batch_tokens);
         at_least_one("max_running", self.max_running);
         at_least_one("max_model_tokens", self.max_model_tokens);
+        at_least_one("max_open_steps", self.max_open_steps);
         if self.max_batch_tokens < self.max_running {
             problems.push(format!(
                 "max_batch_tokens is {}, less than max_running {}: each running sequence decodes one token a step",
@@ -125,6 +129,12 @@ impl SchedulerConfig {
                 self.max_model_tokens,
                 self.max_batch_tokens,
                 i32::MAX / 2
+            ));
+        }
+        if self.max_open_steps > 1 && self.host_tier.num_blocks > 0 {
+            problems.push(format!(
+                "max_open_steps is {} with a host tier of {} blocks: blocks are moved between steps, one at a time",
+                self.max_open_steps, self.host_tier.num_blocks
             ));
         }
         problems.extend(self.queue.problem());

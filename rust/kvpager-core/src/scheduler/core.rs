@@ -3,8 +3,11 @@
 use super::batch::BatchMemory;
 use super::config::{SchedulerConfig, ZeroBlocks};
 use super::deadlines::{Deadlines, Moment};
+use super::drafts::DraftCounts;
+use super::fork::Copies;
 use super::host_tier::HostTier;
 use super::inbox::Inbox;
+use super::open_steps::{OpenStep, PlannedRow};
 use super::pause::{Halted, PausedRequest};
 use super::phases::Phases;
 use super::policy::OutputLengths;
@@ -15,29 +18,17 @@ use super::rotation::Rotation;
 use super::scopes::Published;
 use super::sequence::Sequence;
 use super::swap::Swaps;
-use crate::block_pool::{BlockPool, Reclaim, StepEpoch};
+use crate::block_pool::{BlockPool, Reclaim, Reservation};
 use crate::block_tables::BlockTables;
 use crate::ids::{AccountId, BlockHandle, SequenceId, StepId};
 use crate::prefix_index::PrefixIndex;
 use crate::{Error, Result};
 use hashbrown::HashMap;
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// Owner of a block that was never handed out.
 const NO_OWNER: u32 = u32::MAX;
-
-/// A step between its planning and its end.
-#[derive(Debug)]
-pub(super) struct OpenStep {
-    pub(super) id: StepId,
-    pub(super) epoch: StepEpoch,
-    /// Batch order: positions in `running`.
-    pub(super) planned: Vec<u32>,
-    /// Rows of the batch, padding included.
-    pub(super) num_rows: usize,
-    /// Sequences whose blocks it moves between the tiers.
-    pub(super) moved: Vec<SequenceId>,
-}
 
 pub(super) struct Core {
     pub(super) config: SchedulerConfig,
@@ -75,7 +66,16 @@ pub(super) struct Core {
     pub(super) in_flight: Vec<SequenceId>,
     /// Whether a waiting request was left in the queue for what they compute.
     pub(super) is_chunk_awaited: bool,
-    pub(super) open: Option<OpenStep>,
+    /// Oldest first.
+    pub(super) open: VecDeque<OpenStep>,
+    /// Table rows that wait for a step to close.
+    pub(super) retired_rows: Vec<(StepId, u32)>,
+    /// Whether somebody found no victim because of what is in flight: the next step plans nothing ahead.
+    pub(super) is_pressed: bool,
+    /// The same, for the step that is being planned.
+    pub(super) plans_ahead: bool,
+    pub(super) copies: Copies,
+    pub(super) draft_counts: DraftCounts,
     pub(super) last_step: StepId,
     /// Seconds on the caller's clock at the last step's planning.
     pub(super) now: f64,
@@ -83,8 +83,8 @@ pub(super) struct Core {
     pub(super) ended: Vec<FinishedRequest>,
     /// Account that last had each block, to see a change of tenant.
     last_owner: Vec<u32>,
-    /// Memory of `OpenStep::planned`, kept between steps.
-    pub(super) spare_planned: Vec<u32>,
+    /// Memory of `OpenStep::rows`, kept between steps.
+    pub(super) spare_rows: Vec<PlannedRow>,
     /// Memory for the blocks of one growth or insertion.
     pub(super) scratch: Vec<BlockHandle>,
     /// Blocks drawn since the last batch that must be zeroed before their first write.
@@ -133,11 +133,16 @@ impl Core {
             published: Published::default(),
             in_flight: Vec::new(),
             is_chunk_awaited: false,
-            open: None,
+            open: VecDeque::new(),
+            retired_rows: Vec::new(),
+            is_pressed: false,
+            plans_ahead: true,
+            copies: Copies::default(),
+            draft_counts: DraftCounts::default(),
             last_step: StepId(0),
             now: f64::NEG_INFINITY,
             ended: Vec::new(),
-            spare_planned: Vec::with_capacity(config.max_running as usize),
+            spare_rows: Vec::with_capacity(config.max_running as usize),
             scratch: Vec::with_capacity(max_blocks),
             zeros: Vec::new(),
             places: Vec::new(),
@@ -170,14 +175,13 @@ impl Core {
         position
     }
 
-    /// Removes every sequence that has ended. No step may be open.
+    /// Removes every sequence that has ended. Open steps may read its blocks and its row: those wait.
     pub(super) fn remove_ended(
         &mut self,
         inbox: &Inbox,
         finished: &mut Vec<FinishedRequest>,
         detail: Option<&Arc<str>>,
     ) -> Result<()> {
-        debug_assert!(self.open.is_none());
         let mut position = 0;
         while position < self.running.len() {
             let Some(reason) = self.running[position].ending else {
@@ -233,7 +237,7 @@ impl Core {
     /// indexed blocks stay cached. A parked one has no row.
     pub(super) fn release_device(&mut self, sequence: &mut Sequence, was_parked: bool) -> Result<()> {
         if !was_parked {
-            self.tables.free_row(sequence.row);
+            self.free_row(sequence.row);
         }
         self.queue.note_end(sequence.request.tenant.index);
         self.let_pin_go(sequence);
@@ -249,6 +253,11 @@ impl Core {
         position: usize,
         num_tokens: u32,
     ) -> Result<std::result::Result<(), Error>> {
+        if self.running[position].shares_tail()
+            && let Err(short) = self.own_tail(position)?
+        {
+            return Ok(Err(short));
+        }
         let sequence = &mut self.running[position];
         let have = sequence.blocks.len();
         let missing = (self.config.blocks_for(num_tokens) as usize).saturating_sub(have);
@@ -262,7 +271,7 @@ impl Core {
         let drawn = if more > 0 { sequence.reservation.grow(more) } else { Ok(()) };
         self.keep_within_limit(&self.running[position].request.tenant)?;
         let sequence = &mut self.running[position];
-        match drawn.and_then(|()| draw(self.index.as_deref(), sequence, &mut self.scratch)) {
+        match drawn.and_then(|()| draw(self.index.as_deref(), &mut sequence.reservation, &mut self.scratch)) {
             Ok(()) => {}
             Err(
                 error @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. } | Error::NeedsReclaim { .. }),
@@ -294,36 +303,22 @@ impl Core {
             self.last_owner[block.id().0 as usize] = account.0;
         }
     }
-
-    /// The open step, which must be `step_id`.
-    pub(super) fn open_step(&self, step_id: StepId) -> Result<&OpenStep> {
-        match &self.open {
-            Some(open) if open.id == step_id => Ok(open),
-            Some(open) => {
-                Err(Error::WrongState(format!("step {step_id} is not open; the open step is {}", open.id)))
-            }
-            None => Err(Error::WrongState(format!(
-                "step {step_id} is not open; the last step, {}, has been closed",
-                self.last_step
-            ))),
-        }
-    }
 }
 
 /// Takes blocks out of a reservation, evicting cached ones where they are in the way.
 pub(super) fn draw(
     index: Option<&PrefixIndex>,
-    sequence: &mut Sequence,
+    reservation: &mut Reservation,
     out: &mut [BlockHandle],
 ) -> Result<()> {
     loop {
-        match sequence.reservation.allocate(out) {
+        match reservation.allocate(out) {
             Err(Error::NeedsReclaim { needed, free, cached }) => {
                 let missing = u32::try_from(needed.saturating_sub(free).max(1)).unwrap_or(u32::MAX);
                 // Another thread may have taken what was evicted; whoever holds capacity gets a block in the
                 // end, so the loop ends when eviction finds nothing.
                 // By account: its own cached blocks go first, and no other tenant falls below its guarantee.
-                let account = sequence.reservation.account();
+                let account = reservation.account();
                 if index.is_none_or(|index| index.reclaim(account, missing) == 0) {
                     return Err(Error::NeedsReclaim { needed, free, cached });
                 }

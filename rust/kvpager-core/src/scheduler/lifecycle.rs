@@ -83,7 +83,7 @@ impl Scheduler {
         Ok(live)
     }
 
-    fn check_issued(&self, id: SequenceId) -> Result<()> {
+    pub(super) fn check_issued(&self, id: SequenceId) -> Result<()> {
         if self.inbox.was_issued(id) {
             Ok(())
         } else {
@@ -162,7 +162,7 @@ impl Core {
     }
 
     fn reset_cache(&mut self, inbox: &Inbox, requeue_running: bool) -> Result<CacheReset> {
-        if let Some(open) = &self.open {
+        if let Some(open) = self.open.front() {
             return Err(Error::WrongState(format!(
                 "step {} is open: its blocks are in use; commit or abandon it first",
                 open.id

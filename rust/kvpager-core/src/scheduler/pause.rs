@@ -54,6 +54,7 @@ impl Core {
     pub(super) fn halt_paused(&mut self) {
         for id in std::mem::take(&mut self.pausing) {
             match self.position(id) {
+                Some(position) if self.running[position].in_flight > 0 => self.pausing.push(id),
                 Some(position) if self.running[position].ending.is_none() => {
                     let sequence = self.running.remove(position);
                     self.halted.push(Halted { sequence, since_step: self.last_step.0 });

@@ -1,8 +1,9 @@
 //! One turn: decide what runs (decodes, prefill chunks, admissions), then write the batch.
 
 use super::batch::{Batch, BatchArrays};
-use super::core::{Core, OpenStep};
+use super::core::Core;
 use super::inbox::Inbox;
+use super::open_steps::{OpenStep, PlannedRow};
 use super::phases::Phase;
 use super::queue::Queue;
 use super::sequence::Sequence;
@@ -16,12 +17,7 @@ const RECHECK_STEPS: u64 = 32;
 impl Core {
     /// Plans a step.
     pub(super) fn step(&mut self, inbox: &Inbox, pad_to: usize) -> Result<Batch> {
-        if let Some(open) = &self.open {
-            return Err(Error::WrongState(format!(
-                "step {} is open: commit or abandon it before the next one",
-                open.id
-            )));
-        }
+        self.check_may_open()?;
         self.phases.start();
         self.drain_inbox(inbox)?;
         self.end_overdue(inbox)?;
@@ -38,21 +34,29 @@ impl Core {
         self.refused.drain(..).for_each(|id| {
             inbox.end_id(id);
         });
-        let epoch = self.pool.open_step()?;
+        let epoch = match self.pool.open_step() {
+            Ok(epoch) => epoch,
+            Err(error) => {
+                self.running.iter_mut().for_each(|sequence| sequence.num_planned = 0);
+                self.ended = ended;
+                return Err(error);
+            }
+        };
         self.release_swapped()?;
         let mut shared = self.memory.take();
-        let mut planned = std::mem::take(&mut self.spare_planned);
-        planned.clear();
+        let mut rows = std::mem::take(&mut self.spare_rows);
+        rows.clear();
         let arrays = Arc::get_mut(&mut shared);
         let arrays = arrays.ok_or_else(|| Error::WrongState("batch memory is still lent out".to_owned()))?;
-        self.write(arrays, &mut planned);
+        let copied = self.settle_copies(&mut arrays.block_copies)?;
+        self.write(arrays, &mut rows);
         arrays.pad(pad_to, self.tables.padding_row());
         arrays.finished = ended;
         let num_rows = arrays.sequence_ids.len();
         self.memory.give_back(Arc::clone(&shared));
         self.phases.lap(Phase::BatchArrays);
         let moved = std::mem::take(&mut self.swaps.moved);
-        self.open = Some(OpenStep { id: self.last_step, epoch, planned, num_rows, moved });
+        self.open.push_back(OpenStep { id: self.last_step, epoch, rows, num_rows, moved, copied });
         if let Err(error) = decided {
             self.abandon(inbox, self.last_step, "planning failed", false)?;
             return Err(error);
@@ -72,12 +76,15 @@ impl Core {
         } else {
             self.owed = 0;
         }
+        self.plans_ahead = !std::mem::take(&mut self.is_pressed);
         let block_size = self.config.block_size;
         let mut num_prefills = 0;
         let mut position = 0;
         while position < self.running.len() {
             let sequence = &mut self.running[position];
-            if sequence.remaining() != 1 {
+            if sequence.is_special() {
+                num_prefills += u32::from(self.plan_special(position, &mut budget)?);
+            } else if sequence.remaining() != 1 {
                 num_prefills += 1;
             } else if sequence.num_computed < sequence.blocks.len() as u32 * block_size
                 || self.grow_or_preempt(position, 1)?
@@ -91,7 +98,9 @@ impl Core {
             if num_prefills == 0 || budget == 0 {
                 break;
             }
-            if self.running[position].remaining() > 1 && !self.catch_up(position)? {
+            let sequence = &self.running[position];
+            let is_next = sequence.remaining() > 1 && self.may_plan(sequence);
+            if is_next && (sequence.in_flight > 0 || !self.catch_up(position)?) {
                 self.plan_chunk(position, &mut budget)?;
             }
         }
@@ -103,12 +112,44 @@ impl Core {
         Ok(())
     }
 
+    /// Plans the next token of a sequence that is in flight, has drafts or shares blocks. True if it has a prefill
+    /// chunk to plan instead.
+    fn plan_special(&mut self, position: usize, budget: &mut u32) -> Result<bool> {
+        let sequence = &self.running[position];
+        if !self.may_plan(sequence) {
+            return Ok(false);
+        }
+        if sequence.remaining() != 1 {
+            return Ok(true);
+        }
+        let left = (self.running.len() - position - 1) as u32;
+        let num_drafts = self.plan_drafts(position, *budget, left)?;
+        if num_drafts > 0 || self.grow_or_preempt(position, 1)? {
+            self.running[position].num_planned = 1 + num_drafts;
+            *budget -= 1 + num_drafts;
+        }
+        Ok(false)
+    }
+
+    /// Whether a sequence may be in this step too, whatever of it is in flight.
+    fn may_plan(&self, sequence: &Sequence) -> bool {
+        if sequence.in_flight == 0 {
+            return true;
+        }
+        let is_plain = self.plans_ahead && sequence.special.is_none() && sequence.ending.is_none();
+        // Its next token must come from the step before this one, and not be the last that it may output.
+        let is_known = sequence.num_pending == 0
+            || (sequence.sampled_in + 1 == self.last_step.0
+                && sequence.num_outputs() + sequence.num_pending < sequence.request.max_tokens);
+        is_plain && is_known
+    }
+
     /// Plans what the budget allows of a sequence whose known tokens are not all computed.
     pub(super) fn plan_chunk(&mut self, position: usize, budget: &mut u32) -> Result<()> {
         let sequence = &self.running[position];
         let limit = if self.config.max_prefill_chunk == 0 { u32::MAX } else { self.config.max_prefill_chunk };
         let num_tokens = sequence.remaining().min(*budget).min(limit);
-        let end = sequence.num_computed + num_tokens;
+        let end = sequence.frontier() + num_tokens;
         if num_tokens > 0 && self.grow(position, end)?.is_ok() {
             let sequence = &mut self.running[position];
             sequence.num_planned = num_tokens;
@@ -120,52 +161,70 @@ impl Core {
         Ok(())
     }
 
-    /// Writes the batch: decodes first, then prefill chunks.
-    fn write(&mut self, arrays: &mut BatchArrays, planned: &mut Vec<u32>) {
+    /// Writes the batch: decodes first, then prefill chunks and sequences with drafts.
+    fn write(&mut self, arrays: &mut BatchArrays, rows: &mut Vec<PlannedRow>) {
         let block_size = self.config.block_size;
+        let is_deep = self.config.max_open_steps > 1;
         let mut service = Service::default();
-        let mut num_prefills = 0;
+        let mut num_others = 0;
         arrays.reserve(self.running.len());
-        for (position, sequence) in self.running.iter().enumerate() {
+        for (position, sequence) in self.running.iter_mut().enumerate() {
             if sequence.num_planned != 1 || sequence.remaining() != 1 {
-                num_prefills += usize::from(sequence.num_planned > 0);
+                num_others += usize::from(sequence.num_planned > 0);
                 continue;
             }
-            let start = sequence.num_computed;
+            let start = sequence.frontier();
             let block = sequence.blocks[(start / block_size) as usize].id().0;
             let slot = i64::from(block) * i64::from(block_size) + i64::from(start % block_size);
-            arrays.push_decode(sequence.id.0, sequence.row, sequence.tokens[start as usize], start, slot);
+            if is_deep {
+                let token = sequence.token_at(start);
+                sequence.sampled_in = self.last_step.0;
+                sequence.source = arrays.sample_rows.len() as i32;
+                arrays.push_decode(sequence.id.0, sequence.row, token, start, slot);
+            } else {
+                let token = (sequence.tokens[start as usize] as i32, -1);
+                arrays.push_decode(sequence.id.0, sequence.row, token, start, slot);
+            }
             service.add(&mut self.queue, sequence);
-            planned.push(position as u32);
+            rows.push(sequence.enter_step(position, 1, 0));
         }
-        for (position, sequence) in self.running.iter().enumerate() {
-            if num_prefills == 0 {
-                break;
-            }
-            if sequence.num_planned == 0 || sequence.remaining() == 1 {
-                continue;
-            }
-            num_prefills -= 1;
-            let start = sequence.num_computed as usize;
-            arrays.push_sequence(
-                sequence.id.0,
-                sequence.row,
-                &sequence.tokens[start..start + sequence.num_planned as usize],
-                sequence.num_computed,
-                block_size,
-                |logical| sequence.blocks[logical].id().0,
-            );
-            if sequence.samples() {
-                arrays.sample_rows.push(arrays.token_ids.len() as i32 - 1);
-            }
-            service.add(&mut self.queue, sequence);
-            planned.push(position as u32);
+        if num_others > 0 {
+            self.write_others(arrays, rows, &mut service);
         }
         service.settle(&mut self.queue);
         self.tables.drain_changes(&mut arrays.table_changes);
         arrays.block_zeros.append(&mut self.zeros);
         arrays.swap_out.append(&mut self.swaps.outgoing);
         arrays.swap_in.append(&mut self.swaps.incoming);
+    }
+
+    /// Writes what is planned and is no decode: prefill chunks, and tokens with drafts behind them.
+    fn write_others(&mut self, arrays: &mut BatchArrays, rows: &mut Vec<PlannedRow>, service: &mut Service) {
+        let block_size = self.config.block_size;
+        let mut drafted = Vec::new();
+        for (position, sequence) in self.running.iter_mut().enumerate() {
+            if sequence.num_planned == 0 {
+                continue;
+            }
+            let (start, count) = (sequence.frontier(), sequence.num_planned);
+            let num_drafts = (start + count).saturating_sub(sequence.tokens.len() as u32);
+            let mut tokens = &sequence.tokens[start as usize..(start + count - num_drafts) as usize];
+            if let (1.., Some(special)) = (num_drafts, &sequence.special) {
+                drafted.clear();
+                drafted.extend_from_slice(tokens);
+                drafted.extend_from_slice(&special.drafts[..num_drafts as usize]);
+                tokens = &drafted;
+            }
+            let block_of = |logical: usize| sequence.blocks[logical].id().0;
+            arrays.push_sequence(sequence.id.0, sequence.row, tokens, start, block_size, block_of);
+            let num_samples = if num_drafts > 0 { 1 + num_drafts } else { u32::from(sequence.samples()) };
+            sequence.sampled_in = self.last_step.0;
+            sequence.source = arrays.sample_rows.len() as i32;
+            let end = arrays.token_ids.len() as i32;
+            arrays.sample_rows.extend(end - num_samples as i32..end);
+            service.add(&mut self.queue, sequence);
+            rows.push(sequence.enter_step(position, num_samples, num_drafts));
+        }
     }
 }
 

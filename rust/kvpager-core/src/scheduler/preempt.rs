@@ -48,7 +48,7 @@ impl Core {
     /// Gives a running sequence room for `num_tokens` more positions, if need be by preempting others. False:
     /// it has to stall.
     pub(super) fn grow_or_preempt(&mut self, position: usize, num_tokens: u32) -> Result<bool> {
-        let end = self.running[position].num_computed + num_tokens;
+        let end = self.running[position].frontier() + num_tokens;
         loop {
             let short = match self.grow(position, end)? {
                 Ok(()) => return Ok(true),
@@ -75,6 +75,7 @@ impl Core {
                 Room::Now => {}
                 Room::Later => return Ok(false),
                 Room::None => {
+                    self.is_pressed = !self.open.is_empty();
                     let sequence = &mut self.running[position];
                     let account = sequence.request.tenant.account;
                     if self.config.blocks_for(end) > self.pool.reachable(account)? {
@@ -127,7 +128,8 @@ impl Core {
                 }
                 _ => sequence.id > asker.id && (forced || sequence.has_sampled),
             };
-            if eligible && sequence.id != asker.id && !self.has_moved(sequence) {
+            let is_idle = sequence.in_flight == 0 && !self.has_moved(sequence);
+            if eligible && sequence.id != asker.id && is_idle {
                 self.consider(Victim::Running(position), asker, forced, &mut best)?;
             }
         }
@@ -189,7 +191,7 @@ impl Core {
 
     /// Whether this step copies blocks of the sequence already.
     fn has_moved(&self, sequence: &Sequence) -> bool {
-        self.swaps.moved.contains(&sequence.id)
+        self.swaps.moved.contains(&sequence.id) || self.copies.concern(sequence.id)
     }
 
     /// Takes blocks from a victim by whatever the configuration or the estimated cost says.
@@ -234,7 +236,7 @@ impl Core {
         if done && matches!(victim, Victim::Running(_)) {
             sequence.progress.preemptions += 1;
             self.num_preemptions += 1;
-            self.tables.free_row(sequence.row);
+            self.free_row(sequence.row);
         }
         if done {
             match self.coming.iter_mut().find(|(other, _)| *other == account) {

@@ -159,6 +159,11 @@ impl Queue {
         self.changes += 1;
     }
 
+    /// A sequence of the tenant runs that was not in the queue.
+    pub(super) fn note_start(&mut self, tenant: usize) {
+        self.tenants[tenant].num_running += 1;
+    }
+
     /// A running sequence of the tenant ended or was preempted.
     pub(super) fn note_end(&mut self, tenant: usize) {
         self.tenants[tenant].num_running -= 1;

@@ -155,6 +155,19 @@ pub(super) struct Progress {
 }
 
 impl Progress {
+    pub(super) const NONE: Self = Self {
+        prompt_tokens: 0,
+        arrival_step: 0,
+        arrival_time: 0.0,
+        paused_steps: 0,
+        queue_steps: None,
+        cached_tokens: 0,
+        steps: 0,
+        preemptions: 0,
+        lost_tokens: 0,
+        share_waits: 0,
+    };
+
     pub(super) const fn arrival(&self) -> Moment {
         Moment { step: self.arrival_step, seconds: self.arrival_time }
     }

@@ -1,6 +1,8 @@
 //! One running sequence: its tokens, its blocks and what is promised to it.
 
+use super::open_steps::PlannedRow;
 use super::request::{FinishReason, FinishedRequest, Progress, Request, WaitingRequest, account};
+use super::special::Special;
 use crate::block_pool::Reservation;
 use crate::ids::{BlockHandle, SequenceId};
 use crate::prefix_index::ChainPin;
@@ -28,8 +30,15 @@ pub(super) struct Sequence {
     pub(super) tokens: Vec<u32>,
     /// Leading tokens whose KV is written and committed.
     pub(super) num_computed: u32,
-    /// Tokens after those that the open step computes.
+    /// Tokens after those that open steps compute.
+    pub(super) in_flight: u32,
+    /// Tokens after those that the step computes which is being planned.
     pub(super) num_planned: u32,
+    /// Tokens that open steps sample, not known yet.
+    pub(super) num_pending: u32,
+    /// The step that samples the last of them, and its place among the samples there.
+    pub(super) sampled_in: u64,
+    pub(super) source: i32,
     /// Logical to physical. `blocks[..num_indexed]` belong to the index and are held by `pin`; the rest is ours.
     pub(super) blocks: Vec<BlockHandle>,
     pub(super) num_indexed: u32,
@@ -47,22 +56,86 @@ pub(super) struct Sequence {
     /// Whether a token was sampled since its admission; only then may it be a victim.
     pub(super) has_sampled: bool,
     pub(super) progress: Progress,
+    /// Leading blocks that other sequences may have as well, without the index.
+    pub(super) num_shared: u32,
+    /// What few sequences have.
+    pub(super) special: Option<Box<Special>>,
 }
 
 impl Sequence {
-    /// Tokens that are known and not computed.
+    /// A sequence of which nothing is computed yet.
+    pub(super) const fn new(
+        id: SequenceId,
+        request: Request,
+        tokens: Vec<u32>,
+        blocks: Vec<BlockHandle>,
+        reservation: Reservation,
+        row: u32,
+    ) -> Self {
+        Self {
+            id,
+            request,
+            tokens,
+            num_computed: 0,
+            in_flight: 0,
+            num_planned: 0,
+            num_pending: 0,
+            sampled_in: 0,
+            source: -1,
+            blocks,
+            num_indexed: 0,
+            pin: None,
+            reservation,
+            row,
+            parked: None,
+            resumed_at: 0.0,
+            ending: None,
+            has_sampled: false,
+            progress: Progress::NONE,
+            num_shared: 0,
+            special: None,
+        }
+    }
+
+    /// Tokens that are known, or will be when the open steps end, and are in no step.
     pub(super) fn remaining(&self) -> u32 {
-        self.tokens.len() as u32 - self.num_computed
+        self.tokens.len() as u32 + self.num_pending - self.frontier()
+    }
+
+    /// Position of the first token that is in no step.
+    pub(super) const fn frontier(&self) -> u32 {
+        self.num_computed + self.in_flight
     }
 
     /// Leading tokens whose KV is in its blocks when all planned steps have run.
-    pub(super) fn num_written(&self) -> u32 {
-        self.num_computed + self.num_planned
+    pub(super) const fn num_written(&self) -> u32 {
+        self.frontier() + self.num_planned
     }
 
-    /// Whether the open step computes its last known token, so that the next one is sampled.
+    /// Whether planning has to look closer.
+    pub(super) const fn is_special(&self) -> bool {
+        self.in_flight > 0 || self.special.is_some()
+    }
+
+    /// Whether the step that is being planned computes its last token, so that the next one is sampled.
     pub(super) fn samples(&self) -> bool {
         self.num_planned > 0 && self.num_planned == self.remaining()
+    }
+
+    /// What is planned of it goes into the step that opens now.
+    pub(super) fn enter_step(&mut self, position: usize, num_samples: u32, num_drafts: u32) -> PlannedRow {
+        let num_tokens = std::mem::take(&mut self.num_planned);
+        self.in_flight += num_tokens;
+        self.num_pending += u32::from(num_samples > 0);
+        PlannedRow { id: self.id, position: position as u32, num_tokens, num_samples, num_drafts }
+    }
+
+    /// The token at a position: known, or -1 and where its sample is in the previous step.
+    pub(super) fn token_at(&self, position: u32) -> (i32, i32) {
+        match self.tokens.get(position as usize) {
+            Some(&token) => (token as i32, -1),
+            None => (-1, self.source),
+        }
     }
 
     pub(super) fn num_outputs(&self) -> u32 {

@@ -135,7 +135,7 @@ impl Core {
         self.keep_within_limit(&sequence.request.tenant)?;
         self.scratch.clear();
         self.scratch.resize(tail, BlockHandle::from_bits(0));
-        let drawn = super::core::draw(self.index.as_deref(), sequence, &mut self.scratch);
+        let drawn = super::core::draw(self.index.as_deref(), &mut sequence.reservation, &mut self.scratch);
         if drawn.is_err() {
             sequence.reservation.shrink(sequence.reservation.num_blocks())?;
         }

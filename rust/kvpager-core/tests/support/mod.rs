@@ -15,8 +15,8 @@ use kvpager_core::scheduler::{
     AdmissionPolicy, Batch, BatchArrays, FinishedRequest, PADDING_SEQUENCE, QueueLimits, Request, Scheduler,
     SchedulerConfig, Sharing, Tenant, TenantConfig,
 };
-use kvpager_core::{Result, SequenceId};
-use std::collections::{HashMap, HashSet};
+use kvpager_core::{Error, Result, SequenceId};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 /// Hash of a prefix, one token at a time.
@@ -64,19 +64,36 @@ pub fn config(block_size: u32) -> SchedulerConfig {
     }
 }
 
+/// "KV" of a position: the hash of all tokens up to it, and the token itself.
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    hash: u64,
+    token: u32,
+}
+
+/// A step that the "device" has run and nobody has committed yet.
+pub struct Flight {
+    pub batch: Batch,
+    pub token_start: Vec<i32>,
+    pub tokens: Vec<i32>,
+}
+
 pub struct Engine {
     pub pool: Arc<BlockPool>,
     pub index: Option<Arc<PrefixIndex>>,
     pub scheduler: Arc<Scheduler>,
     pub finished: HashMap<SequenceId, FinishedRequest>,
     pub outputs: HashMap<SequenceId, Vec<u32>>,
-    /// Per slot: the hash of the prefix that its KV was computed from.
-    kv: Vec<Option<u64>>,
+    /// What each slot holds.
+    kv: Vec<Option<Slot>>,
     /// The same of the host tier.
-    host: Vec<Option<u64>>,
+    host: Vec<Option<Slot>>,
     /// Account that last wrote each block, to check what is zeroed.
     writer: Vec<Option<SequenceId>>,
     block_size: usize,
+    /// What the last step sampled, by its `sample_rows`.
+    last_samples: Vec<u32>,
+    pub flights: VecDeque<Flight>,
 }
 
 impl Engine {
@@ -99,6 +116,8 @@ impl Engine {
             finished: HashMap::new(),
             outputs: HashMap::new(),
             block_size,
+            last_samples: Vec::new(),
+            flights: VecDeque::new(),
         }
     }
 
@@ -130,6 +149,7 @@ impl Engine {
         let arena = Arc::clone(self.scheduler.arena());
         self.move_blocks(arrays);
         let (mut token_start, mut tokens) = (vec![0], Vec::new());
+        let previous = std::mem::take(&mut self.last_samples);
         for row in 0..arrays.sequence_ids.len() {
             let range = arrays.query_start[row] as usize..arrays.query_start[row + 1] as usize;
             if arrays.sequence_ids[row] == PADDING_SEQUENCE {
@@ -144,26 +164,48 @@ impl Engine {
                 assert!(block >= 0, "position {position} has no block");
                 block as usize * self.block_size + position % self.block_size
             };
-            let first = arrays.positions[range.start] as usize;
-            let mut hash = 0x5eed;
-            if first > 0 {
-                hash = self.kv[slot_of(first - 1)].expect("a slot is read that was never written");
-            }
+            let mut hash = self.read(arrays.positions[range.start] as usize, slot_of);
+            let before = tokens.len();
             for index in range.clone() {
                 let position = arrays.positions[index] as usize;
                 assert_eq!(arrays.slot_mapping[index] as usize, slot_of(position));
-                hash = mix(hash, arrays.token_ids[index] as u32);
-                self.kv[slot_of(position)] = Some(hash);
+                let token = match (arrays.token_ids[index], arrays.token_source[index]) {
+                    (-1, source) => previous[source as usize],
+                    (token, -1) => token as u32,
+                    both => panic!("a token is known or has a source: {both:?}"),
+                };
+                // Samples are of use as long as they are what comes next: the drafts that were right.
+                let follows =
+                    index == range.start || tokens.len() == before || tokens.last() == Some(&(token as i32));
+                hash = mix(hash, token);
+                self.kv[slot_of(position)] = Some(Slot { hash, token });
+                for number in 0..arrays.sample_rows.iter().filter(|&&row| row == index as i32).count() {
+                    let sample = next_token(hash.wrapping_add(number as u64));
+                    self.last_samples.push(sample);
+                    let in_step = tokens.len() - before == index - range.start || number > 0;
+                    if (follows && in_step) || range.end - index == 1 && tokens.len() == before {
+                        tokens.push(sample as i32);
+                    }
+                }
             }
             assert_eq!(arrays.context_lens[row], arrays.positions[range.end - 1] + 1);
-            if arrays.sample_rows.contains(&(range.end as i32 - 1)) {
-                let token = next_token(hash);
-                self.outputs.entry(SequenceId(arrays.sequence_ids[row])).or_default().push(token);
-                tokens.push(token as i32);
-            }
+            let id = SequenceId(arrays.sequence_ids[row]);
+            let output = tokens[before..].iter().map(|&token| token as u32);
+            self.outputs.entry(id).or_default().extend(output);
             token_start.push(tokens.len() as i32);
         }
         (token_start, tokens)
+    }
+
+    /// Reads all that a query at `first` sees: every slot must follow from the one before it.
+    fn read(&self, first: usize, slot_of: impl Fn(usize) -> usize) -> u64 {
+        let mut hash = 0x5eed;
+        for position in 0..first {
+            let slot = self.kv[slot_of(position)].expect("a slot is read that was never written");
+            hash = mix(hash, slot.token);
+            assert_eq!(slot.hash, hash, "position {position} holds another sequence's KV");
+        }
+        hash
     }
 
     /// What a batch moves before its forward pass, in the order of the stream.
@@ -196,6 +238,63 @@ impl Engine {
         batch.arrays.token_ids.len()
     }
 
+    /// Plans a step and runs it, without waiting for the ones before.
+    pub fn take_off(&mut self) -> usize {
+        let batch = match self.scheduler.step(0) {
+            Ok(batch) => batch,
+            // The pool counts abandoned steps as open until the ones before them are closed.
+            Err(Error::WrongState(_)) if !self.flights.is_empty() => {
+                self.land();
+                return 0;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        self.note(batch.arrays.finished.iter().cloned());
+        let (token_start, tokens) = self.run(&batch);
+        let num_tokens = batch.arrays.token_ids.len();
+        self.flights.push_back(Flight { batch, token_start, tokens });
+        self.check();
+        num_tokens
+    }
+
+    /// Commits the oldest step.
+    pub fn land(&mut self) -> u64 {
+        let flight = self.flights.pop_front().unwrap();
+        let outcome =
+            self.scheduler.commit(flight.batch.step_id, &flight.token_start, &flight.tokens).unwrap();
+        self.note(outcome.finished);
+        self.check();
+        outcome.dropped_tokens
+    }
+
+    /// Abandons the open step at `place` and those after it.
+    pub fn crash(&mut self, place: usize, fail: bool) {
+        let step_id = self.flights[place].batch.step_id;
+        while self.flights.len() > place {
+            let flight = self.flights.pop_back().unwrap();
+            for (row, &id) in flight.batch.arrays.sequence_ids.iter().enumerate() {
+                let count = flight.token_start[row + 1] - flight.token_start[row];
+                if let Some(output) = self.outputs.get_mut(&SequenceId(id)) {
+                    output.truncate(output.len() - (count as usize).min(output.len()));
+                }
+            }
+        }
+        let outcome = self.scheduler.abandon(step_id, "crash", fail).unwrap();
+        self.note(outcome.finished);
+        self.check();
+    }
+
+    /// Forks a running sequence; the new ones have its output so far.
+    pub fn fork(&mut self, id: SequenceId, count: u32) -> Result<Vec<SequenceId>> {
+        let forked = self.scheduler.fork(id, count)?;
+        for &child in &forked {
+            let output = self.outputs.get(&id).cloned().unwrap_or_default();
+            self.outputs.insert(child, output);
+        }
+        self.check();
+        Ok(forked)
+    }
+
     /// A turn whose model crashes before it has moved or written anything.
     pub fn crashed_turn(&mut self) {
         let batch = self.scheduler.step(0).unwrap();
@@ -220,6 +319,10 @@ impl Engine {
     pub fn note(&mut self, finished: impl IntoIterator<Item = FinishedRequest>) {
         for request in finished {
             let id = request.id;
+            if let Some(output) = self.outputs.get_mut(&id) {
+                // Steps that were planned ahead may have sampled past the end.
+                output.truncate(request.output_tokens as usize);
+            }
             assert!(self.finished.insert(id, request).is_none(), "request {id} ended twice");
         }
     }
@@ -245,7 +348,13 @@ impl Engine {
         }
         let stats = self.pool.stats();
         assert!(stats.held + stats.reserved + stats.quarantined <= stats.capacity, "{stats:?}");
-        assert_eq!(stats.held + stats.cached + stats.free + stats.quarantined, stats.capacity, "{stats:?}");
+        let sum = stats.held + stats.cached + stats.free + stats.quarantined;
+        if self.flights.is_empty() {
+            assert_eq!(sum, stats.capacity, "{stats:?}");
+        } else {
+            // What waits for a step and was matched again has its capacity twice until the step closes.
+            assert!(sum >= stats.capacity, "{stats:?}");
+        }
     }
 
     pub fn check_idle(&self) {

@@ -1,0 +1,138 @@
+//! Steps between their planning and their end, in order.
+//!
+//! A step may be planned while earlier ones run. A sequence that is *in flight* is in an open step; what it sampled
+//! there is not known, so its next token is named by where it comes from. Blocks released meanwhile wait in the
+//! pool's quarantine for the newest open step, and table rows wait here.
+
+use super::core::Core;
+use crate::block_pool::StepEpoch;
+use crate::ids::{SequenceId, StepId};
+use crate::{Error, Result};
+
+/// What a step computes of one sequence.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PlannedRow {
+    pub(super) id: SequenceId,
+    /// Where it stood in `running` then; most often it still does.
+    pub(super) position: u32,
+    pub(super) num_tokens: u32,
+    /// Tokens that `commit` brings for it.
+    pub(super) num_samples: u32,
+    /// How many of them it may leave out, because the drafts were wrong.
+    pub(super) num_drafts: u32,
+}
+
+/// A step between its planning and its end.
+#[derive(Debug)]
+pub(super) struct OpenStep {
+    pub(super) id: StepId,
+    pub(super) epoch: StepEpoch,
+    /// In the order of the batch, padding left out.
+    pub(super) rows: Vec<PlannedRow>,
+    /// Rows of the batch, padding included.
+    pub(super) num_rows: usize,
+    /// Sequences whose blocks it moves between the tiers.
+    pub(super) moved: Vec<SequenceId>,
+    /// Sequences whose last block it copies.
+    pub(super) copied: Vec<SequenceId>,
+}
+
+impl Core {
+    /// Whether one more step may be open.
+    pub(super) fn check_may_open(&self) -> Result<()> {
+        let most = self.config.max_open_steps;
+        match self.open.front() {
+            Some(oldest) if self.open.len() >= most as usize => Err(Error::WrongState(format!(
+                "step {} is open: commit or abandon it before the next one (max_open_steps is {most})",
+                oldest.id
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// The oldest open step, which must be `step_id`.
+    pub(super) fn oldest_step(&self, step_id: StepId) -> Result<&OpenStep> {
+        match self.open.front() {
+            Some(open) if open.id == step_id => Ok(open),
+            Some(open) => {
+                Err(Error::WrongState(format!("step {step_id} is not open; the open step is {}", open.id)))
+            }
+            None => Err(Error::WrongState(format!(
+                "step {step_id} is not open; the last step, {}, has been closed",
+                self.last_step
+            ))),
+        }
+    }
+
+    /// Where an open step stands among the open ones.
+    pub(super) fn find_open(&self, step_id: StepId) -> Result<usize> {
+        match self.open.iter().position(|open| open.id == step_id) {
+            Some(place) => Ok(place),
+            None => Err(self
+                .oldest_step(step_id)
+                .err()
+                .unwrap_or_else(|| Error::WrongState(format!("step {step_id} is not open")))),
+        }
+    }
+
+    /// Takes out and closes an open step.
+    pub(super) fn close_step(&mut self, place: usize) -> Result<Option<OpenStep>> {
+        let Some(open) = self.open.remove(place) else { return Ok(None) };
+        self.pool.close_step(open.epoch)?;
+        if let Some(host) = &mut self.host {
+            host.close_step()?;
+        }
+        if std::mem::take(&mut self.is_chunk_awaited) {
+            self.queue.note_change();
+        }
+        let first_open = self.open.front().map_or(u64::MAX, |open| open.id.0);
+        let tables = &mut self.tables;
+        self.retired_rows.retain(|&(step, row)| {
+            let stays = step.0 >= first_open;
+            if !stays {
+                tables.free_row(row);
+            }
+            stays
+        });
+        Ok(Some(open))
+    }
+
+    /// Gives a table row back, once no open step reads it.
+    pub(super) fn free_row(&mut self, row: u32) {
+        match self.open.back() {
+            Some(newest) => self.retired_rows.push((newest.id, row)),
+            None => self.tables.free_row(row),
+        }
+    }
+
+    /// Where the sequence of a planned row stands now; `None` if it has ended.
+    pub(super) fn locate(&self, row: &PlannedRow) -> Option<usize> {
+        let hint = row.position as usize;
+        match self.running.get(hint) {
+            Some(sequence) if sequence.id == row.id => Some(hint),
+            _ => self.position(row.id),
+        }
+    }
+
+    /// Takes a step that did not happen out of its sequences, and the copies that it was to make.
+    pub(super) fn undo(&mut self, open: &OpenStep) {
+        for row in &open.rows {
+            if let Some(position) = self.locate(row) {
+                let sequence = &mut self.running[position];
+                sequence.in_flight -= row.num_tokens;
+                sequence.num_pending -= u32::from(row.num_samples > 0);
+                sequence.sampled_in = 0;
+            }
+        }
+        let block_size = self.config.block_size;
+        for &id in &open.copied {
+            // Whether the block was copied is not known: what it has is computed again.
+            if let Some(position) = self.position(id) {
+                let sequence = &mut self.running[position];
+                let kept = sequence.num_computed - sequence.num_computed % block_size;
+                self.recomputed_tokens += u64::from(sequence.num_computed - kept);
+                sequence.num_computed = kept;
+            }
+        }
+    }
+}

@@ -1,0 +1,37 @@
+//! What few sequences have; the others pay a null pointer for it.
+
+/// See the fields.
+#[derive(Debug, Default)]
+pub(super) struct Special {
+    /// Tokens that are guessed to be sampled next.
+    pub(super) drafts: Vec<u32>,
+    /// Its last, partly filled block may be shared with other sequences: its first write copies it.
+    pub(super) shares_tail: bool,
+}
+
+impl Special {
+    fn is_empty(&self) -> bool {
+        self.drafts.is_empty() && !self.shares_tail
+    }
+
+    pub(super) const fn may_draft(&self) -> bool {
+        true
+    }
+}
+
+impl super::sequence::Sequence {
+    pub(super) fn special_mut(&mut self) -> &mut Special {
+        self.special.get_or_insert_default()
+    }
+
+    /// Forgets the box when nothing is in it.
+    pub(super) fn drop_special(&mut self) {
+        if self.special.as_ref().is_some_and(|special| special.is_empty()) {
+            self.special = None;
+        }
+    }
+
+    pub(super) fn shares_tail(&self) -> bool {
+        self.special.as_ref().is_some_and(|special| special.shares_tail)
+    }
+}

@@ -1,0 +1,199 @@
+//! Several open steps: planned ahead of sampled tokens, committed in order, abandoned together.
+
+mod support;
+
+use kvpager_core::scheduler::{AdmissionPolicy, FinishReason, HostTierConfig, Request, SchedulerConfig};
+use kvpager_core::{Error, SequenceId};
+use proptest::prelude::*;
+use std::collections::HashMap;
+use support::{Engine, config, expected_output, prompt, request};
+
+fn deep(block_size: u32, max_open_steps: u32) -> SchedulerConfig {
+    SchedulerConfig { max_open_steps, ..config(block_size) }
+}
+
+/// Keeps `depth` steps open until nothing is left.
+fn finish_deep(engine: &mut Engine, depth: usize, max_turns: usize) {
+    for _ in 0..max_turns {
+        while engine.flights.len() >= depth {
+            engine.land();
+        }
+        if !engine.scheduler.has_work().unwrap() && engine.flights.is_empty() {
+            return;
+        }
+        if engine.scheduler.has_work().unwrap() {
+            engine.take_off();
+        } else {
+            engine.land();
+        }
+    }
+    panic!("not done after {max_turns} turns: {:?}", engine.scheduler.stats());
+}
+
+#[test]
+fn a_decode_is_planned_before_its_token_is_known_and_names_where_it_comes_from() {
+    let mut engine = Engine::new(32, deep(4, 2), true);
+    let tenant = engine.tenant("a");
+    let first = engine.submit(&tenant, &prompt(1, 3), 4).unwrap();
+    let second = engine.submit(&tenant, &prompt(2, 5), 4).unwrap();
+    engine.take_off();
+    engine.take_off();
+    let arrays = &engine.flights[1].batch.arrays;
+    assert_eq!(arrays.sequence_ids, [first.0, second.0]);
+    assert_eq!((&arrays.token_ids[..], &arrays.token_source[..]), (&[-1, -1][..], &[0, 1][..]));
+    assert_eq!(arrays.positions, [3, 5]);
+    assert!(matches!(engine.scheduler.step(0), Err(Error::WrongState(_))));
+    let late = engine.flights[1].batch.step_id;
+    let ahead = engine.scheduler.commit(late, &[0, 1, 2], &[1, 1]);
+    assert!(matches!(ahead, Err(Error::WrongState(_))), "steps are committed in order");
+    finish_deep(&mut engine, 2, 20);
+    assert_eq!(engine.outputs[&first], expected_output(&prompt(1, 3), 4, &[]));
+    assert_eq!(engine.outputs[&second], expected_output(&prompt(2, 5), 4, &[]));
+    engine.check_idle();
+}
+
+#[test]
+fn exactly_max_tokens_are_planned_and_a_stop_drops_what_was_planned_beyond_it() {
+    let mut engine = Engine::new(32, deep(4, 3), true);
+    let tenant = engine.tenant("a");
+    let full = engine.submit(&tenant, &prompt(1, 3), 5).unwrap();
+    let mut planned = 0;
+    while engine.scheduler.has_work().unwrap() {
+        planned += if engine.flights.len() < 3 { engine.take_off() } else { 0 };
+        if engine.flights.len() == 3 {
+            engine.land();
+        }
+        if planned == 3 + 4 {
+            break;
+        }
+    }
+    while !engine.flights.is_empty() {
+        engine.land();
+    }
+    assert_eq!((planned, engine.finished[&full].output_tokens), (3 + 4, 5));
+    let all = expected_output(&prompt(2, 3), 30, &[]);
+    let stop = all[3];
+    let cut = all.iter().position(|&token| token == stop).unwrap() + 1;
+    let stopped = engine
+        .scheduler
+        .submit(Request { stop_token_ids: vec![stop], ..request(&tenant, &prompt(2, 3), 30) })
+        .unwrap();
+    finish_deep(&mut engine, 3, 60);
+    assert_eq!(engine.outputs[&stopped], all[..cut]);
+    assert_eq!(engine.finished[&stopped].reason, FinishReason::Stop);
+    assert_eq!(engine.scheduler.stats().dropped_tokens, 2, "two steps were open beyond the stop");
+    engine.check_idle();
+}
+
+#[test]
+fn blocks_and_rows_wait_for_the_newest_step_that_may_read_them() {
+    let mut config = deep(4, 3);
+    config.max_running = 2;
+    let mut engine = Engine::new(16, config, false);
+    let tenant = engine.tenant("a");
+    let ended = engine.submit(&tenant, &prompt(1, 7), 20).unwrap();
+    engine.submit(&tenant, &prompt(2, 7), 20).unwrap();
+    engine.take_off();
+    engine.take_off();
+    engine.take_off();
+    let row = engine.flights[0].batch.arrays.table_rows[0] as usize;
+    let tables = std::sync::Arc::clone(engine.scheduler.arena());
+    engine.scheduler.abort(ended).unwrap();
+    let late = engine.submit(&tenant, &prompt(3, 3), 2).unwrap();
+    engine.land();
+    assert!(engine.finished.contains_key(&ended));
+    assert_eq!(engine.pool.stats().quarantined, 3, "its blocks of 7 prompt and 2 more tokens");
+    assert!(tables.get(row, 0).unwrap() >= 0, "an open step may read the row");
+    engine.land();
+    assert_eq!(engine.pool.stats().quarantined, 3);
+    assert_eq!(engine.scheduler.stats().dropped_tokens, 2);
+    engine.land();
+    assert_eq!((engine.pool.stats().quarantined, tables.get(row, 0).unwrap()), (0, -1));
+    assert_eq!(engine.scheduler.stats().dropped_tokens, 3);
+    finish_deep(&mut engine, 3, 60);
+    assert_eq!(engine.outputs[&late], expected_output(&prompt(3, 3), 2, &[]));
+}
+
+#[test]
+fn abandoning_a_step_abandons_the_later_ones_and_leaves_the_earlier() {
+    for place in 0..3 {
+        let mut engine = Engine::new(32, deep(4, 3), true);
+        let tenant = engine.tenant("a");
+        let ids: Vec<_> = (0..3).map(|seed| engine.submit(&tenant, &prompt(seed, 6), 9).unwrap()).collect();
+        engine.take_off();
+        engine.take_off();
+        engine.take_off();
+        engine.crash(place, false);
+        assert_eq!(engine.flights.len(), place);
+        finish_deep(&mut engine, 3, 60);
+        for (seed, id) in ids.iter().enumerate() {
+            assert_eq!(engine.outputs[id], expected_output(&prompt(seed as u32, 6), 9, &[]), "at {place}");
+        }
+        engine.check_idle();
+    }
+}
+
+#[test]
+fn several_open_steps_and_a_host_tier_exclude_each_other() {
+    let mut config = deep(4, 2);
+    config.host_tier = HostTierConfig { num_blocks: 4, ..HostTierConfig::default() };
+    let text = config.validate().unwrap_err().to_string();
+    assert!(text.contains("max_open_steps is 2 with a host tier of 4 blocks"), "{text}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_output_does_not_depend_on_how_many_steps_are_open_or_which_crash(
+        num_blocks in 6..20u32,
+        block_size in 1..5u32,
+        depth in 2..5u32,
+        overcommits in any::<bool>(),
+        cached in any::<bool>(),
+        requests in prop::collection::vec((0..4u32, 1..12u32, 1..9u32), 1..8),
+        events in prop::collection::vec((0..8usize, any::<prop::sample::Index>()), 0..80),
+    ) {
+        let mut config = deep(block_size, depth);
+        config.max_running = 3;
+        config.max_batch_tokens = 8;
+        if overcommits {
+            config.policy = AdmissionPolicy::Watermark { free_share: 0.0 };
+        }
+        let mut engine = Engine::new(num_blocks, config, cached);
+        let tenant = engine.tenant("a");
+        let mut accepted: HashMap<SequenceId, (Vec<u32>, u32)> = HashMap::new();
+        let mut aborted = Vec::new();
+        let mut pending = requests.into_iter();
+        for (event, which) in events {
+            match event {
+                0 => if let Some((seed, length, max_tokens)) = pending.next()
+                    && let Ok(id) = engine.submit(&tenant, &prompt(seed, length), max_tokens)
+                {
+                    accepted.insert(id, (prompt(seed, length), max_tokens));
+                },
+                1 if !engine.flights.is_empty() => {
+                    let place = which.index(engine.flights.len());
+                    engine.crash(place, false);
+                }
+                2 if !accepted.is_empty() && which.index(3) == 0 => {
+                    let mut ids: Vec<_> = accepted.keys().copied().collect();
+                    ids.sort_unstable();
+                    let id = ids[which.index(ids.len())];
+                    engine.scheduler.abort(id).unwrap();
+                    aborted.push(id);
+                }
+                3..=5 if engine.flights.len() < depth as usize => { engine.take_off(); }
+                _ => if !engine.flights.is_empty() { engine.land(); },
+            }
+        }
+        finish_deep(&mut engine, depth as usize, 3000);
+        engine.check_idle();
+        for (id, (prompt, max_tokens)) in accepted {
+            if !aborted.contains(&id) {
+                prop_assert_eq!(engine.finished[&id].reason, FinishReason::Length);
+                prop_assert_eq!(&engine.outputs[&id], &expected_output(&prompt, max_tokens, &[]));
+            }
+        }
+    }
+}
