@@ -1254,9 +1254,9 @@ class Scheduler:
         """Proposes drafts to be verified in the next step; returns how many will be tried.
 
         A row with k drafts has 1 + k tokens and samples after each. `commit` brings the drafts that were
-        right and one token more; the others are rolled back, and were never cached. Drafts are ignored if their
-        sequence has ended, has more than one token to compute or is in an open step, and where they would
-        reach beyond `max_tokens`.
+        right and one token more; the others are rolled back, and were never cached. Drafts are ignored if
+        their sequence has ended, has more than one token to compute or is in an open step, and where they
+        would reach beyond `max_tokens`.
 
         Args:
             sequence_ids: [n] whose.

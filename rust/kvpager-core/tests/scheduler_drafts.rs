@@ -9,7 +9,7 @@ use support::{Engine, config, expected_output, prompt};
 
 fn propose(engine: &Engine, id: SequenceId, drafts: &[u32]) -> u64 {
     let tokens: Vec<i32> = drafts.iter().map(|&token| token as i32).collect();
-    engine.scheduler.propose(&[id], &[0, tokens.len() as i32], &tokens).unwrap()
+    engine.scheduler.propose(&[id], &[0, tokens.len() as i32], &tokens).expect("a proposal that fits")
 }
 
 #[test]

@@ -18,10 +18,11 @@ fn finish_deep(engine: &mut Engine, depth: usize, max_turns: usize) {
         while engine.flights.len() >= depth {
             engine.land();
         }
-        if !engine.scheduler.has_work().unwrap() && engine.flights.is_empty() {
+        let has_work = engine.scheduler.has_work().expect("one thread");
+        if !has_work && engine.flights.is_empty() {
             return;
         }
-        if engine.scheduler.has_work().unwrap() {
+        if has_work {
             engine.take_off();
         } else {
             engine.land();
