@@ -31,7 +31,7 @@ pub const LEAK_RESERVATION: u8 = 11;
 pub const LEAK_MAGAZINE: u8 = 12;
 /// A change of quota reads what is used and writes it back, without an exchange.
 pub const TORN_QUOTA: u8 = 13;
-/// A batch that fails in its middle keeps what it had done.
+/// A batch is not checked before its first block is touched, and keeps what it had done when it fails.
 pub const KEEP_PARTIAL: u8 = 14;
 /// A reference is dropped by a load and a store.
 pub const TORN_REFERENCES: u8 = 15;

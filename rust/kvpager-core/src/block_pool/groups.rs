@@ -23,13 +23,13 @@
 //! look means that another claimer made progress.
 
 use super::faults;
-use super::hint;
+use super::hint::Hints;
 use crate::sync::{AtomicU64, Ordering};
 
 /// Bits of a plane.
 const PLANE: u32 = 24;
 /// Blocks of a group. Small under loom, so that its few blocks span groups.
-pub(super) const WIDTH: usize = if cfg!(loom) { 2 } else { PLANE as usize };
+pub(super) const WIDTH: usize = if cfg!(any(loom, shuttle)) { 2 } else { PLANE as usize };
 const VERSION: u64 = 1 << (2 * PLANE);
 const MASK: u64 = (1 << PLANE) - 1;
 /// Groups of a summary word.
@@ -74,6 +74,7 @@ pub(super) struct Groups {
     words: Box<[AtomicU64]>,
     /// A hint: a bit may be set for a group without free blocks, and may be clear for a moment while one is freed.
     summary: Box<[AtomicU64]>,
+    hints: Hints,
 }
 
 /// The group of a block and its place there.
@@ -92,7 +93,7 @@ impl Groups {
         let summary = (0..num_groups.div_ceil(SPAN))
             .map(|s| AtomicU64::new(full(num_groups - s * SPAN, SPAN)))
             .collect();
-        Self { words, summary }
+        Self { words, summary, hints: Hints::new() }
     }
 
     /// A group now. Acquire pairs with the Release of every exchange below: what was done with a block before it
@@ -101,22 +102,22 @@ impl Groups {
         Group(self.words[group].load(Ordering::Acquire))
     }
 
-    /// Claims `count` free blocks as exclusive and hands their ids over, in ascending order within a group. The
-    /// caller holds that many free permits.
+    /// Claims `count` free blocks as exclusive and hands them over, group by group. The caller holds that many free
+    /// permits.
     #[inline]
-    pub(super) fn claim<const FAULT: u8>(&self, count: usize, mut give: impl FnMut(u32)) {
-        let mut group = hint::load(self.words.len());
+    pub(super) fn claim<const FAULT: u8>(&self, count: usize, mut give: impl FnMut(usize, u64)) {
+        let mut group = self.hints.load(self.words.len());
         let (mut left, mut fruitless) = (count, 0);
         loop {
-            let mut mask = self.claim_from::<FAULT>(group, left);
-            fruitless = if mask == 0 { fruitless + 1 } else { 0 };
-            while mask != 0 {
-                give((group * WIDTH) as u32 + mask.trailing_zeros());
-                mask &= mask - 1;
-                left -= 1;
+            let mask = self.claim_from::<FAULT>(group, left);
+            fruitless += 1;
+            if mask != 0 {
+                give(group, mask);
+                left -= mask.count_ones() as usize;
+                fruitless = 0;
             }
             if left == 0 {
-                return hint::store(group);
+                return self.hints.store(group);
             }
             // With a planted fault there may be no block behind a permit, and this would never end.
             assert!(
@@ -211,6 +212,11 @@ impl Groups {
         self.words[group].fetch_or(mask << PLANE, Ordering::AcqRel);
     }
 
+    /// Gives blocks that are off back as shared ones.
+    pub(super) fn restore_shared(&self, group: usize, mask: u64) {
+        self.words[group].fetch_or(mask | mask << PLANE, Ordering::AcqRel);
+    }
+
     /// Hands out blocks that are off, in a new generation: exclusive again.
     pub(super) fn reissue(&self, group: usize, mask: u64) {
         // Both planes are 0 there, so the addition carries nothing; it bumps the version as `claimed` does.
@@ -261,7 +267,9 @@ mod tests {
 
     fn claim(groups: &Groups, count: usize) -> Vec<u32> {
         let mut ids = Vec::new();
-        groups.claim::<{ faults::NONE }>(count, |id| ids.push(id));
+        groups.claim::<{ faults::NONE }>(count, |group, mask| {
+            ids.extend((0..WIDTH).filter(|bit| mask >> bit & 1 == 1).map(|bit| (group * WIDTH + bit) as u32));
+        });
         ids
     }
 
@@ -280,6 +288,20 @@ mod tests {
             assert!(ids.iter().enumerate().all(|(i, id)| *id as usize == i));
             ids.iter().for_each(|id| free(&groups, *id));
             groups.check_summary().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_new_pool_hands_out_its_blocks_in_order_whatever_was_done_with_others() {
+        for _ in 0..3 {
+            let groups = Groups::new(1_000);
+            let other = Groups::new(5_000);
+            let mut ids = Vec::new();
+            for count in [1, 1, 30, 24, 500, 444] {
+                ids.extend(claim(&groups, count));
+                claim(&other, 7);
+            }
+            assert_eq!(ids, (0..1_000).collect::<Vec<_>>());
         }
     }
 

@@ -1,45 +1,78 @@
 //! Where each thread looks for free blocks first, so that threads work on different groups.
 
-#[cfg(not(loom))]
+#[cfg(not(any(loom, shuttle)))]
 mod imp {
     use crate::sync::{AtomicU32, Ordering};
     use std::cell::Cell;
 
-    /// Numbers the threads that ever asked.
-    static THREADS: AtomicU32 = AtomicU32::new(0);
+    /// Pools that a thread remembers its place in; beyond, two that share an entry make it start anew.
+    const REMEMBERED: usize = 4;
+
+    /// Numbers the pools, from 1.
+    static POOLS: AtomicU32 = AtomicU32::new(0);
 
     thread_local! {
-        /// The group where this thread last claimed; `u32::MAX` before the first time.
-        static GROUP: Cell<u32> = const { Cell::new(u32::MAX) };
+        /// `pool << 32 | group`, where this thread last claimed.
+        static GROUPS: [Cell<u64>; REMEMBERED] = const { [const { Cell::new(0) }; REMEMBERED] };
     }
 
-    pub(in crate::block_pool) fn load(num_groups: usize) -> usize {
-        match GROUP.get() as usize {
-            group if group < num_groups => group,
-            _ => spread(num_groups),
+    /// A pool's number, and how many threads have started in it.
+    #[derive(Debug)]
+    pub(in crate::block_pool) struct Hints {
+        pool: u32,
+        threads: AtomicU32,
+    }
+
+    impl Hints {
+        pub(in crate::block_pool) fn new() -> Self {
+            // Relaxed, here and below: only that each gets another number.
+            let pool = POOLS.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
+            Self { pool, threads: AtomicU32::new(0) }
+        }
+
+        #[inline]
+        pub(in crate::block_pool) fn load(&self, num_groups: usize) -> usize {
+            let hint = GROUPS.with(|groups| groups[self.pool as usize % REMEMBERED].get());
+            let group = hint as u32 as usize;
+            if (hint >> 32) as u32 == self.pool && group < num_groups {
+                group
+            } else {
+                self.start(num_groups)
+            }
+        }
+
+        #[inline]
+        pub(in crate::block_pool) fn store(&self, group: usize) {
+            let hint = u64::from(self.pool) << 32 | group as u64;
+            GROUPS.with(|groups| groups[self.pool as usize % REMEMBERED].set(hint));
+        }
+
+        /// The first thread starts with the first block, the next ones a golden section of the pool apart.
+        #[cold]
+        fn start(&self, num_groups: usize) -> usize {
+            let thread = self.threads.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9);
+            ((u64::from(thread) * num_groups as u64) >> 32) as usize
         }
     }
-
-    pub(in crate::block_pool) fn store(group: usize) {
-        GROUP.set(group as u32);
-    }
-
-    /// Successive threads start a golden section of the pool apart.
-    #[cold]
-    fn spread(num_groups: usize) -> usize {
-        // Relaxed: only that each thread gets another number.
-        let thread = THREADS.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9);
-        ((u64::from(thread) * num_groups as u64) >> 32) as usize
-    }
 }
 
-#[cfg(loom)]
+/// In a model every thread starts with the first block, so that they meet.
+#[cfg(any(loom, shuttle))]
 mod imp {
-    pub(in crate::block_pool) fn load(_num_groups: usize) -> usize {
-        0
-    }
+    #[derive(Debug)]
+    pub(in crate::block_pool) struct Hints;
 
-    pub(in crate::block_pool) fn store(_group: usize) {}
+    impl Hints {
+        pub(in crate::block_pool) const fn new() -> Self {
+            Self
+        }
+
+        pub(in crate::block_pool) const fn load(&self, _num_groups: usize) -> usize {
+            0
+        }
+
+        pub(in crate::block_pool) const fn store(&self, _group: usize) {}
+    }
 }
 
-pub(super) use imp::{load, store};
+pub(super) use imp::Hints;

@@ -107,6 +107,14 @@ impl<const FAULT: u8> BlockPool<FAULT> {
     /// # Errors
     /// [`Error::InvalidHandle`] for a block that is not the index's; nothing has changed then.
     pub fn evict(&self, blocks: &[BlockHandle]) -> Result<()> {
+        for &block in blocks {
+            let state = self.state(self.checked_id(block)?);
+            if (state.generation != block.generation() || state.kind != Kind::Indexed)
+                && FAULT != faults::BLIND_EVICT
+            {
+                return Err(state.fault(block));
+            }
+        }
         for (i, &block) in blocks.iter().enumerate() {
             if let Err(error) = self.begin_eviction(block) {
                 for &block in &blocks[..i] {

@@ -31,6 +31,7 @@ mod accounts;
 mod blocks;
 mod epochs;
 pub mod faults;
+mod freeing;
 mod groups;
 mod hint;
 mod indexed;
@@ -42,6 +43,7 @@ mod references;
 mod reservation;
 mod state;
 mod stats;
+mod taking;
 
 pub use accounts::Quota;
 pub use epochs::StepEpoch;

@@ -1,33 +1,43 @@
 //! Adding and dropping references.
 
-use super::blocks::Rule;
+use super::freeing::Chain;
 use super::groups::place;
 use super::state::{Kind, MAX_REFERENCES, State};
-use super::{BlockPool, StepEpoch, faults};
+use super::taking::{Plan, Rule, Taken};
+use super::{BlockPool, faults};
 use crate::error::{Error, HandleFault, Result};
-use crate::ids::{AccountId, BlockHandle};
+use crate::ids::BlockHandle;
 use crate::sync::Ordering;
 
 /// Words of the filter that finds blocks named twice.
 const FILTER: usize = 64;
+
+/// What a release of a batch with shared blocks has taken so far: all of it is off and this call's alone.
+struct Own {
+    /// Were exclusive.
+    taken: Chain,
+    /// Were shared, and this call dropped the last reference.
+    dropped: Chain,
+}
 
 impl<const FAULT: u8> BlockPool<FAULT> {
     /// Adds a reference to each block, once for each time it is named.
     ///
     /// # Errors
     /// [`Error::InvalidHandle`] for a block that is not held by references; nothing has changed then.
+    ///
+    /// # Concurrency
+    /// Who retains holds a reference, or knows that nobody drops the last one meanwhile. If one is dropped all the
+    /// same, the call fails, and may have held the other blocks of the batch for a moment.
     pub fn retain(&self, blocks: &[BlockHandle]) -> Result<()> {
-        for &block in blocks {
-            let state = self.state(self.checked_id(block)?);
-            if FAULT != faults::BLIND_RETAIN {
-                check_retainable(state, block, blocks.len())?;
-            }
+        if !matches!(FAULT, faults::BLIND_RETAIN | faults::KEEP_PARTIAL) {
+            self.check_retained(blocks)?;
         }
         for (i, &block) in blocks.iter().enumerate() {
             if let Err(error) = self.retain_one(block) {
-                // Checked above, so the caller let go of the block meanwhile. What was retained is dropped again.
+                // Checked above, so the last reference went away meanwhile. What was retained is dropped again.
                 if FAULT != faults::KEEP_PARTIAL {
-                    self.release(&blocks[..i])?;
+                    self.drop_again(&blocks[..i]);
                 }
                 return Err(error);
             }
@@ -35,8 +45,19 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         Ok(())
     }
 
+    fn check_retained(&self, blocks: &[BlockHandle]) -> Result<()> {
+        for &block in blocks {
+            let state = self.state(self.checked_id(block)?);
+            check_retainable(state, block, 1)?;
+            if state.references as usize + blocks.len() > MAX_REFERENCES as usize {
+                check_retainable(state, block, times(blocks, block))?;
+            }
+        }
+        Ok(())
+    }
+
     fn retain_one(&self, block: BlockHandle) -> Result<()> {
-        let (group, bit) = place(block.id().0);
+        let (group, bit) = place(self.checked_id(block)?);
         loop {
             let seen = self.groups.load(group);
             let state = self.state(block.id().0);
@@ -49,7 +70,7 @@ impl<const FAULT: u8> BlockPool<FAULT> {
             if seen.exclusive() & bit == 0 {
                 return Err(state.fault(block));
             }
-            // The handle was good after `seen` was loaded; see `take_out_run`. Two threads that share a block for
+            // The handle was good after `seen` was loaded; see `take_planned`. Two threads that share a block for
             // the first time at once: one exchange wins, the other sees the block shared, and both count below.
             if self.groups.try_share(group, seen, bit) {
                 break;
@@ -64,57 +85,168 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         Ok(())
     }
 
+    /// Drops references that this call added.
+    fn drop_again(&self, blocks: &[BlockHandle]) {
+        let mut dropped = Chain::EMPTY;
+        for &block in blocks {
+            let dropping = self.drop_one(block, &mut dropped);
+            debug_assert!(dropping.is_ok() || FAULT != faults::NONE, "{dropping:?}");
+        }
+        self.let_go(dropped);
+    }
+
     /// Takes a reference from each block, once for each time it is named. The last one frees the block, or
     /// quarantines it while steps are open.
     ///
     /// # Errors
     /// [`Error::InvalidHandle`] for a stale or foreign handle, or more releases than references; nothing has
     /// changed then.
+    ///
+    /// # Concurrency
+    /// If two threads release one and the same reference of a shared block at once, which is a bug of the caller,
+    /// one of them fails. It gives back what it had taken of the rest of its batch, except references to blocks
+    /// that their other holders let go of in that moment.
     pub fn release(&self, blocks: &[BlockHandle]) -> Result<()> {
-        let num_shared = self.take_out(blocks, Rule::Release)?;
-        if num_shared > 0
-            && let Err(error) = self.drop_references(blocks)
+        if let [block] = blocks
+            && FAULT != faults::EARLY_PERMIT
+            && let Some(account) = self.take_out_one(*block, None)
         {
-            self.restore(blocks);
-            return Err(error);
-        }
-        let open = if FAULT == faults::SKIP_QUARANTINE { None } else { self.epochs.newest_open() };
-        match open {
-            None if num_shared == 0 => {
-                self.free_detached(blocks, |account, count| self.give_back(account, count))
+            match self.waiting_for() {
+                None => {
+                    self.free_one(*block);
+                    self.give_back(account, 1);
+                }
+                Some(epoch) => self.quarantine(blocks, epoch),
             }
-            None => self.free_mixed(blocks),
+            return Ok(());
+        }
+        self.release_batch(blocks)
+    }
+
+    fn release_batch(&self, blocks: &[BlockHandle]) -> Result<()> {
+        let mut plan = Plan::new();
+        let taken = self.take_out(&mut plan, blocks, Rule::Release)?;
+        if taken == Taken::Shared {
+            let own = self.take_out_mixed(blocks)?;
+            self.let_go(own);
+            return Ok(());
+        }
+        match self.waiting_for() {
             Some(epoch) => self.quarantine(blocks, epoch),
+            None if taken == Taken::Planned && !blocks.is_empty() => {
+                self.free_planned(blocks, &plan);
+                self.give_back(plan.account, blocks.len() as u32);
+            }
+            None => self.free_detached(blocks, |account, count| self.give_back(account, count)),
         }
         Ok(())
     }
 
-    /// Drops a reference for each handle of a shared block. A block whose last one it was is `Dropped` then.
-    fn drop_references(&self, blocks: &[BlockHandle]) -> Result<()> {
-        self.check_references(blocks)?;
-        for (i, &block) in blocks.iter().enumerate() {
-            if !self.is_shared(block) {
+    /// Frees blocks that are off and the caller's, or quarantines them while steps are open. Only who took the last
+    /// reference comes here, and looks for open steps after that: if a step was opened before, it is seen.
+    fn let_go(&self, chain: Chain) {
+        match self.waiting_for() {
+            None => self.free_chain(chain),
+            Some(epoch) => self.quarantine_chain(chain, epoch),
+        }
+    }
+
+    /// Takes the exclusive blocks of a batch out and a reference from each shared one. Returns the blocks that are
+    /// the caller's alone then. The handles were good when the plan was made.
+    fn take_out_mixed(&self, blocks: &[BlockHandle]) -> Result<Chain> {
+        if FAULT != faults::KEEP_PARTIAL {
+            self.check_references(blocks)?;
+        }
+        let mut own = Own { taken: Chain::EMPTY, dropped: Chain::EMPTY };
+        let mut done = 0;
+        while done < blocks.len() {
+            match self.take_out_mixed_run(&blocks[done..], &mut own) {
+                Ok(len) => done += len,
+                Err((within, error)) => {
+                    if FAULT != faults::KEEP_PARTIAL {
+                        self.undo(&blocks[..done + within], &own);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        if own.taken.is_empty() {
+            return Ok(own.dropped);
+        }
+        self.epochs.link(own.taken.last, own.dropped.first);
+        let last = if own.dropped.is_empty() { own.taken.last } else { own.dropped.last };
+        Ok(Chain { first: own.taken.first, last })
+    }
+
+    /// The first run of a batch. On an error, also how many of its shared handles come before the bad one.
+    fn take_out_mixed_run(
+        &self,
+        blocks: &[BlockHandle],
+        own: &mut Own,
+    ) -> std::result::Result<usize, (usize, Error)> {
+        loop {
+            let run = self.run(blocks, None).map_err(|error| (0, error))?;
+            let members = &blocks[..run.len()];
+            let exclusive = run.seen.exclusive() & run.mask;
+            self.check_members(members, exclusive, run.seen.shared(), Rule::Release)
+                .map_err(|error| (0, error))?;
+            // As in `take_planned`.
+            if exclusive != 0 && !self.groups.try_take_out(run.group, run.seen, exclusive) {
                 continue;
             }
-            if FAULT == faults::TORN_REFERENCES {
-                let state = self.state(block.id().0);
-                let next = dropped(state, block)?;
-                std::thread::yield_now();
-                self.states[block.id().0 as usize].store(next.pack(), Ordering::Release);
-                continue;
+            let is_exclusive = |block: &BlockHandle| place(block.id().0).1 & exclusive != 0;
+            for block in members.iter().filter(|block| is_exclusive(block)) {
+                self.chain(&mut own.taken, block.id().0);
             }
-            if let Err(error) = self.exchange(block, |state| dropped(state, block)) {
-                // Checked above, so another call took references that were this caller's. Undo as far as can be.
-                self.regain_references(&blocks[..i]);
-                return Err(error);
+            for (i, &block) in members.iter().enumerate().filter(|(_, block)| !is_exclusive(block)) {
+                self.drop_one(block, &mut own.dropped).map_err(|error| (i, error))?;
             }
+            return Ok(run.len());
+        }
+    }
+
+    /// Drops a reference of a shared block. Whose exchange drops the last one owns the block, and only he.
+    fn drop_one(&self, block: BlockHandle, own: &mut Chain) -> Result<()> {
+        let state = if FAULT == faults::TORN_REFERENCES {
+            let next = dropped(self.state(block.id().0), block)?;
+            std::thread::yield_now();
+            self.states[block.id().0 as usize].store(next.pack(), Ordering::Release);
+            next
+        } else {
+            self.exchange(block, |state| dropped(state, block))?
+        };
+        if state.kind == Kind::Dropped {
+            let (group, bit) = place(block.id().0);
+            self.groups.take_out_shared(group, bit);
+            self.chain(own, block.id().0);
         }
         Ok(())
     }
 
-    fn is_shared(&self, block: BlockHandle) -> bool {
-        let (group, bit) = place(block.id().0);
-        self.groups.load(group).shared() & bit != 0
+    /// Gives back what a release took before it failed: another thread released the same references meanwhile.
+    fn undo(&self, blocks: &[BlockHandle], own: &Own) {
+        for id in self.chained(own.dropped) {
+            let (group, bit) = place(id);
+            let state = self.state(id);
+            // Without references nobody can add or drop one, so the links stay ours. Release as in `claim`.
+            let shared = State { kind: Kind::Shared, references: 0, ..state };
+            self.states[id as usize].store(shared.pack(), Ordering::Release);
+            self.groups.restore_shared(group, bit);
+        }
+        for &block in blocks {
+            let (group, bit) = place(block.id().0);
+            if self.groups.load(group).shared() & bit != 0 {
+                // Fails for a block whose other holders let go of it meanwhile.
+                let _ = self.exchange(block, |state| match state.kind {
+                    Kind::Shared => Ok(State { references: state.references + 1, ..state }),
+                    _ => Err(state.fault(block)),
+                });
+            }
+        }
+        for id in self.chained(own.taken) {
+            let (group, bit) = place(id);
+            self.groups.restore(group, bit);
+        }
     }
 
     /// Checks that no shared block is named more often than it has references. Nothing has been dropped yet, so a
@@ -122,15 +254,15 @@ impl<const FAULT: u8> BlockPool<FAULT> {
     fn check_references(&self, blocks: &[BlockHandle]) -> Result<()> {
         let mut filter = [0u64; FILTER];
         for &block in blocks {
-            if !self.is_shared(block) {
+            let (group, bit) = place(block.id().0);
+            if self.groups.load(group).shared() & bit == 0 {
                 continue;
             }
             let hash = block.id().0.wrapping_mul(0x9e37_79b9) >> 20;
             let (word, bit) = (hash as usize / 64, 1u64 << (hash % 64));
             if filter[word] & bit != 0 {
-                let times = blocks.iter().filter(|other| other.id() == block.id()).count();
                 let state = self.state(block.id().0);
-                if times > state.references as usize {
+                if times(blocks, block) > state.references as usize {
                     return Err(state.error(block, HandleFault::OverRelease));
                 }
             }
@@ -138,108 +270,19 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         }
         Ok(())
     }
+}
 
-    fn regain_references(&self, blocks: &[BlockHandle]) {
-        for &block in blocks {
-            if self.is_shared(block) {
-                let regained = self.exchange(block, |state| match state.kind {
-                    Kind::Shared => Ok(State { references: state.references + 1, ..state }),
-                    Kind::Dropped => Ok(State { kind: Kind::Shared, references: 1, ..state }),
-                    _ => Err(state.fault(block)),
-                });
-                debug_assert!(regained.is_ok() || FAULT != faults::NONE, "{regained:?}");
-            }
-        }
-    }
-
-    /// Frees those of a batch that nobody refers to any more: the ones that `take_out` took, and dropped ones.
-    fn free_mixed(&self, blocks: &[BlockHandle]) {
-        let mut run: Option<(AccountId, u32)> = None;
-        for &block in blocks {
-            let left = self.leave(block, |state| State::free(state.next_generation::<FAULT>()));
-            let Some(account) = left else { continue };
-            let (group, bit) = place(block.id().0);
-            self.groups.free(group, bit);
-            run = match run {
-                Some((of, count)) if of == account => Some((of, count + 1)),
-                Some((of, count)) => {
-                    self.give_back(of, count);
-                    Some((account, 1))
-                }
-                None => Some((account, 1)),
-            };
-        }
-        if let Some((of, count)) = run {
-            self.give_back(of, count);
-        }
-    }
-
-    /// Puts those of a batch that nobody refers to any more on the list of an open step.
-    fn quarantine(&self, blocks: &[BlockHandle], epoch: StepEpoch) {
-        let mut chain: Option<(u32, u32)> = None;
-        let mut counted: Option<(AccountId, i64)> = None;
-        for &block in blocks {
-            let left = self.leave(block, |state| State {
-                generation: state.next_generation::<FAULT>(),
-                kind: Kind::Leaving,
-                references: epoch.number() as u32 & MAX_REFERENCES,
-                ..state
-            });
-            let Some(account) = left else { continue };
-            let id = block.id().0;
-            if let Some((_, last)) = chain {
-                self.epochs.link(last, id);
-            }
-            chain = Some((chain.map_or(id, |(first, _)| first), id));
-            counted = match counted {
-                Some((of, count)) if of == account => Some((of, count + 1)),
-                other => {
-                    self.note_quarantined(other);
-                    Some((account, 1))
-                }
-            };
-        }
-        self.note_quarantined(counted);
-        if let Some((first, last)) = chain {
-            self.epochs.push(epoch, first, last);
-            if self.epochs.is_closed(epoch) && FAULT != faults::LOSE_LATE_PUSH {
-                self.drain(epoch);
-            }
-        }
-    }
-
-    /// Writes the word of a block that leaves its last holder and returns its account; `None` if it has other
-    /// holders, or another call or an earlier place of the batch frees it.
-    fn leave(&self, block: BlockHandle, next: impl Fn(State) -> State) -> Option<AccountId> {
-        let (group, bit) = place(block.id().0);
-        let state = self.state(block.id().0);
-        let off = self.groups.load(group).off() & bit != 0;
-        match state.kind {
-            _ if state.generation != block.generation() => None,
-            Kind::Held if off => {
-                // Release as in `claim`. Plain, since `take_out` made the block this call's alone.
-                self.states[block.id().0 as usize].store(next(state).pack(), Ordering::Release);
-                Some(state.account)
-            }
-            Kind::Dropped => {
-                // Another batch may have dropped another reference just before and see the block dropped as well:
-                // the exchange says whose it is.
-                let won = self.exchange(block, |state| match state.kind {
-                    Kind::Dropped => Ok(next(state)),
-                    _ => Err(state.fault(block)),
-                });
-                won.ok()?;
-                self.groups.take_out_shared(group, bit);
-                Some(state.account)
-            }
-            _ => None,
-        }
-    }
+/// How often a batch names a block.
+fn times(blocks: &[BlockHandle], block: BlockHandle) -> usize {
+    blocks.iter().filter(|other| other.id() == block.id()).count()
 }
 
 fn check_retainable(state: State, block: BlockHandle, more: usize) -> Result<()> {
     if state.generation != block.generation() || !state.is_referenced() {
         return Err(state.fault(block));
+    }
+    if state.references == 0 {
+        return Err(state.error(block, HandleFault::OverRelease));
     }
     if state.references as usize + more > MAX_REFERENCES as usize {
         return Err(Error::invalid(format!(
@@ -251,9 +294,11 @@ fn check_retainable(state: State, block: BlockHandle, more: usize) -> Result<()>
     Ok(())
 }
 
+/// The state with a reference less.
 fn dropped(state: State, block: BlockHandle) -> Result<State> {
     match state.references {
         _ if !state.is_referenced() => Err(state.fault(block)),
+        0 => Err(state.error(block, HandleFault::OverRelease)),
         1 => Ok(State { kind: Kind::Dropped, references: 0, ..state }),
         more => Ok(State { references: more - 1, ..state }),
     }

@@ -2,6 +2,7 @@
 
 use super::lanes::{Counts, User};
 use super::permits::Permits;
+use super::taking::{Plan, Rule, Taken};
 use super::{BlockPool, faults};
 use crate::error::{Error, Result};
 use crate::ids::{AccountId, BlockHandle};
@@ -96,8 +97,18 @@ impl<const FAULT: u8> Reservation<FAULT> {
     /// that is shared, indexed, of another account or not held. Nothing has changed then.
     pub fn put_back(&mut self, blocks: &[BlockHandle]) -> Result<()> {
         self.pool.refuse_open_step("put back")?;
-        self.pool.detach(blocks, Some(self.account))?;
-        self.pool.free_detached(blocks, |_, _| ());
+        match blocks {
+            [block] if self.pool.take_out_one(*block, Some(self.account)).is_some() => {
+                self.pool.free_one(*block)
+            }
+            _ => {
+                let mut plan = Plan::new();
+                match self.pool.take_out(&mut plan, blocks, Rule::Exclusive(Some(self.account)))? {
+                    Taken::Planned => self.pool.free_planned(blocks, &plan),
+                    _ => self.pool.free_detached(blocks, |_, _| ()),
+                }
+            }
+        }
         let count = blocks.len() as u32;
         match self.lane {
             Some(_) => self.backed += count,

@@ -94,6 +94,18 @@ impl State {
         AccountId((word >> REFERENCE_BITS) as u32 & (MAX_ACCOUNTS - 1))
     }
 
+    /// What the low half of a packed word should be, and which bits of a word to compare: the generation, and the
+    /// account if one is wanted.
+    pub(super) const fn pattern(wanted: Option<AccountId>) -> (u64, u64) {
+        match wanted {
+            Some(account) => {
+                let accounts = (MAX_ACCOUNTS as u64 - 1) << REFERENCE_BITS;
+                ((account.0 as u64) << REFERENCE_BITS, u64::MAX << 32 | accounts)
+            }
+            None => (0, u64::MAX << 32),
+        }
+    }
+
     /// The packed word of a free block in the generation after a packed word's.
     pub(super) const fn freed<const FAULT: u8>(word: u64) -> u64 {
         let generation = (word >> 32) as u32;
