@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use kvpager_core::block_pool::{BlockPool, Magazine, PoolConfig, Quota, faults};
+use kvpager_core::sync::interleave_loads;
 use kvpager_core::{AccountId, BlockHandle, BlockId, Error};
 use loom::cell::UnsafeCell;
 use std::sync::Arc;
@@ -31,26 +32,30 @@ impl Payload {
     }
 }
 
-/// Every interleaving.
-fn explore(model: impl Fn() + Sync + Send + 'static) {
-    explore_up_to(None, model);
+/// Runs a model twice: in every order of its exchanges, with up to so many preemptions, and in the orders of loads
+/// that loom passes over otherwise (see `kvpager_core::sync`), with up to [`MOST`].
+fn explore_up_to(preemptions: usize, model: impl Fn() + Sync + Send + Clone + 'static) {
+    for loads in [false, true] {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = (loads || preemptions < EVERY).then_some(preemptions.min(MOST));
+        builder.max_branches = 20_000;
+        let executions = Arc::new(AtomicUsize::new(0));
+        let (counter, model) = (Arc::clone(&executions), model.clone());
+        interleave_loads(loads);
+        builder.check(move || {
+            counter.fetch_add(1, Ordering::Relaxed);
+            model();
+        });
+        let executions = executions.load(Ordering::Relaxed);
+        println!("{executions} executions{}", if loads { ", loads interleaved" } else { "" });
+        assert!(!loads || executions > 10, "only {executions} executions: the model hardly interleaves");
+    }
 }
 
-/// Every interleaving with up to so many preemptions: for models with too many for all.
-fn explore_up_to(preemptions: Option<usize>, model: impl Fn() + Sync + Send + 'static) {
-    let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = preemptions;
-    builder.max_branches = 20_000;
-    let executions = Arc::new(AtomicUsize::new(0));
-    let counter = Arc::clone(&executions);
-    builder.check(move || {
-        counter.fetch_add(1, Ordering::Relaxed);
-        model();
-    });
-    let executions = executions.load(Ordering::Relaxed);
-    println!("{executions} executions");
-    assert!(executions > 5, "only {executions} executions: the model hardly interleaves");
-}
+/// No bound on preemptions.
+const EVERY: usize = usize::MAX;
+/// The bound where loads are points of preemption: there are many more of them.
+const MOST: usize = 3;
 
 fn pool<const F: u8>(num_blocks: u32) -> (Pool<F>, AccountId) {
     pool_with_steps(num_blocks, 2)
@@ -431,13 +436,13 @@ fn a_late_unpin_meets_the_next_epoch<const F: u8>() {
 macro_rules! sound {
     ($($name:ident),* $(,)?) => {
         mod sound {
-            $(#[test] fn $name() { super::explore(super::$name::<{ super::faults::NONE }>) })*
+            $(#[test] fn $name() { super::explore_up_to(super::EVERY, super::$name::<{ super::faults::NONE }>) })*
         }
     };
     (up to $preemptions:literal: $($name:ident),* $(,)?) => {
         mod bounded {
             $(#[test] fn $name() {
-                super::explore_up_to(Some($preemptions), super::$name::<{ super::faults::NONE }>)
+                super::explore_up_to($preemptions, super::$name::<{ super::faults::NONE }>)
             })*
         }
     };
@@ -464,7 +469,7 @@ sound!(
     releases_of_the_same_batch_do_not_split_it,
 );
 
-sound!(up to 3:
+sound!(up to 2:
     a_late_push_meets_the_next_epoch,
     a_late_unpin_meets_the_next_epoch,
 );
@@ -476,30 +481,30 @@ mod planted {
     #[test]
     #[should_panic = "no block was found behind a free permit"]
     fn permits_before_the_bits_are_seen() {
-        explore(a_release_is_seen_by_the_next_owner::<{ faults::EARLY_PERMIT }>);
+        explore_up_to(EVERY, a_release_is_seen_by_the_next_owner::<{ faults::EARLY_PERMIT }>);
     }
 
     #[test]
     #[should_panic]
     fn a_push_after_the_close_is_missed() {
-        explore(a_closing_step_loses_nothing::<{ faults::LOSE_LATE_PUSH }>);
+        explore_up_to(EVERY, a_closing_step_loses_nothing::<{ faults::LOSE_LATE_PUSH }>);
     }
 
     #[test]
     #[should_panic = "the summary does not show"]
     fn a_summary_bit_cleared_blindly_is_seen() {
-        explore(a_block_freed_beside_a_fruitless_look_is_found::<{ faults::BLIND_SUMMARY }>);
+        explore_up_to(EVERY, a_block_freed_beside_a_fruitless_look_is_found::<{ faults::BLIND_SUMMARY }>);
     }
 
     #[test]
     #[should_panic]
     fn a_torn_quota_is_seen() {
-        explore(a_quota_moves_while_blocks_do::<{ faults::TORN_QUOTA }>);
+        explore_up_to(EVERY, a_quota_moves_while_blocks_do::<{ faults::TORN_QUOTA }>);
     }
 
     #[test]
     #[should_panic]
     fn torn_references_are_seen() {
-        explore(last_releases_of_a_shared_block_free_it_once::<{ faults::TORN_REFERENCES }>);
+        explore_up_to(EVERY, last_releases_of_a_shared_block_free_it_once::<{ faults::TORN_REFERENCES }>);
     }
 }
