@@ -28,19 +28,23 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         self.groups.claim::<FAULT>(slots.len(), |group, mut mask| {
             let members = self.members(group);
             let first = mask.trailing_zeros() as usize;
-            // A run of neighbours needs no search for its bits.
-            if mask >> first == (1 << mask.count_ones()) - 1 {
-                let id = group * WIDTH + first;
-                for (i, cell) in members[first..first + mask.count_ones() as usize].iter().enumerate() {
+            let run = mask >> first;
+            // Neighbours need no search for their bits.
+            if run & (run + 1) == 0 {
+                let (id, len) = (group * WIDTH + first, run.trailing_ones() as usize);
+                for (i, cell) in members[first..first + len].iter().enumerate() {
                     hand_out(cell, (id + i) as u32, account, slots.next());
                 }
-                return;
+                return len;
             }
+            let mut count = 0;
             while mask != 0 {
                 let offset = mask.trailing_zeros() as usize;
                 hand_out(&members[offset], (group * WIDTH + offset) as u32, account, slots.next());
                 mask &= mask - 1;
+                count += 1;
             }
+            count
         });
     }
 

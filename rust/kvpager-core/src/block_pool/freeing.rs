@@ -73,9 +73,7 @@ impl<const FAULT: u8> BlockPool<FAULT> {
                 cell.store(State::freed::<FAULT>(block.to_bits()), Ordering::Release);
             }
         }
-        for run in &plan.runs {
-            self.groups.free(run.group, run.mask);
-        }
+        self.groups.free_all(plan.runs.iter().map(|run| (run.group as usize, run.mask())));
     }
 
     /// Frees blocks that are off and the caller's, each once. `give` gets runs of one account after their blocks

@@ -102,18 +102,17 @@ impl Groups {
         Group(self.words[group].load(Ordering::Acquire))
     }
 
-    /// Claims `count` free blocks as exclusive and hands them over, group by group. The caller holds that many free
-    /// permits.
+    /// Claims `count` free blocks as exclusive and hands them over, group by group; `give` counts them. The caller
+    /// holds that many free permits.
     #[inline]
-    pub(super) fn claim<const FAULT: u8>(&self, count: usize, mut give: impl FnMut(usize, u64)) {
+    pub(super) fn claim<const FAULT: u8>(&self, count: usize, mut give: impl FnMut(usize, u64) -> usize) {
         let mut group = self.hints.load(self.words.len());
         let (mut left, mut fruitless) = (count, 0);
         loop {
             let mask = self.claim_from::<FAULT>(group, left);
             fruitless += 1;
             if mask != 0 {
-                give(group, mask);
-                left -= mask.count_ones() as usize;
+                left -= give(group, mask);
                 fruitless = 0;
             }
             if left == 0 {
@@ -168,21 +167,20 @@ impl Groups {
     /// Where to look next. After a round over the summary without luck, the words themselves: a thread may have
     /// freed a block and not set its summary bit yet, and nobody waits for it.
     fn next_group<const FAULT: u8>(&self, group: usize, fruitless: usize) -> usize {
-        let next = (group + 1) % self.words.len();
+        let next = if group + 1 == self.words.len() { 0 } else { group + 1 };
         if fruitless > self.summary.len() && FAULT != faults::BLIND_SUMMARY {
             return next;
         }
-        let (first, offset) = (next / SPAN, next % SPAN);
-        for i in 0..=self.summary.len() {
-            let at = (first + i) % self.summary.len();
+        let mut at = next / SPAN;
+        let mut wanted = u64::MAX << (next % SPAN);
+        for _ in 0..=self.summary.len() {
             // Relaxed: only where to look.
-            let mut bits = self.summary[at].load(Ordering::Relaxed);
-            if i == 0 {
-                bits &= u64::MAX << offset;
-            }
+            let bits = self.summary[at].load(Ordering::Relaxed) & wanted;
             if bits != 0 {
                 return at * SPAN + bits.trailing_zeros() as usize;
             }
+            wanted = u64::MAX;
+            at = if at + 1 == self.summary.len() { 0 } else { at + 1 };
         }
         next
     }
@@ -225,13 +223,36 @@ impl Groups {
 
     /// Frees blocks that are off.
     pub(super) fn free(&self, group: usize, mask: u64) {
-        // Release pairs with the Acquire of `claim_from`.
-        let before = Group(self.words[group].fetch_or(mask, Ordering::AcqRel));
-        debug_assert_eq!(before.off() & mask, mask, "blocks were freed that were not off");
-        if before.free() == 0 {
+        if self.free_unseen(group, mask) {
             // An exchange even if the bit is set already: see `note_empty`. Loom finds the lost bit otherwise.
             self.summary[group / SPAN].fetch_or(1 << (group % SPAN), Ordering::AcqRel);
         }
+    }
+
+    /// Frees blocks that are off, of many groups. Groups that had none free are noted in the summary 64 at a time.
+    pub(super) fn free_all(&self, runs: impl Iterator<Item = (usize, u64)>) {
+        let (mut at, mut bits) = (0, 0);
+        for (group, mask) in runs {
+            if self.free_unseen(group, mask) {
+                if group / SPAN != at && bits != 0 {
+                    // As in `free`.
+                    self.summary[at].fetch_or(std::mem::take(&mut bits), Ordering::AcqRel);
+                }
+                at = group / SPAN;
+                bits |= 1 << (group % SPAN);
+            }
+        }
+        if bits != 0 {
+            self.summary[at].fetch_or(bits, Ordering::AcqRel);
+        }
+    }
+
+    /// Frees blocks that are off. Returns whether the group had no free ones: its summary bit must be set then.
+    fn free_unseen(&self, group: usize, mask: u64) -> bool {
+        // Release pairs with the Acquire of `claim_from`.
+        let before = Group(self.words[group].fetch_or(mask, Ordering::AcqRel));
+        debug_assert_eq!(before.off() & mask, mask, "blocks were freed that were not off");
+        before.free() == 0
     }
 
     /// Checks the summary. Exact when nothing moves.
@@ -254,9 +275,17 @@ fn lowest(bits: u64, count: usize) -> u64 {
     if count >= PLANE as usize {
         return bits;
     }
+    // Neighbours, as in a pool that is hardly used.
+    let run = ((1 << count) - 1) << (bits.trailing_zeros() % u64::BITS);
+    if bits & run == run {
+        return run;
+    }
     let mut rest = bits;
     for _ in 0..count {
         rest &= rest.wrapping_sub(1);
+        if rest == 0 {
+            return bits;
+        }
     }
     bits & !rest
 }
@@ -269,6 +298,7 @@ mod tests {
         let mut ids = Vec::new();
         groups.claim::<{ faults::NONE }>(count, |group, mask| {
             ids.extend((0..WIDTH).filter(|bit| mask >> bit & 1 == 1).map(|bit| (group * WIDTH + bit) as u32));
+            mask.count_ones() as usize
         });
         ids
     }
@@ -303,6 +333,16 @@ mod tests {
             }
             assert_eq!(ids, (0..1_000).collect::<Vec<_>>());
         }
+    }
+
+    #[test]
+    fn the_lowest_bits_are_found() {
+        assert_eq!([1, 2, 3, 4, 5].map(|count| lowest(0b1011_0100, count)), [4, 0x14, 0x34, 0xb4, 0xb4]);
+        assert_eq!(
+            [2, 9, 23, 24].map(|count| lowest(0xf0_0000, count)),
+            [0x30_0000, 0xf0_0000, 0xf0_0000, 0xf0_0000]
+        );
+        assert_eq!(lowest(0, 7), 0);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::freeing::Chain;
 use super::groups::place;
 use super::state::{Kind, MAX_REFERENCES, State};
-use super::taking::{Plan, Rule, Taken};
+use super::taking::{Found, Plan, Rule, Taken};
 use super::{BlockPool, faults};
 use crate::error::{Error, HandleFault, Result};
 use crate::ids::BlockHandle;
@@ -185,13 +185,11 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         own: &mut Own,
     ) -> std::result::Result<usize, (usize, Error)> {
         loop {
-            let run = self.run(blocks, None).map_err(|error| (0, error))?;
-            let members = &blocks[..run.len()];
-            let exclusive = run.seen.exclusive() & run.mask;
-            self.check_members(members, exclusive, run.seen.shared(), Rule::Release)
-                .map_err(|error| (0, error))?;
+            let Found { run, len, .. } = self.run(blocks, None).map_err(|error| (0, error))?;
+            let (members, exclusive) = (&blocks[..len], run.exclusive());
+            self.check_members(members, run, Rule::Release).map_err(|error| (0, error))?;
             // As in `take_planned`.
-            if exclusive != 0 && !self.groups.try_take_out(run.group, run.seen, exclusive) {
+            if exclusive != 0 && !self.groups.try_take_out(run.group as usize, run.seen, exclusive) {
                 continue;
             }
             let is_exclusive = |block: &BlockHandle| place(block.id().0).1 & exclusive != 0;
@@ -201,7 +199,7 @@ impl<const FAULT: u8> BlockPool<FAULT> {
             for (i, &block) in members.iter().enumerate().filter(|(_, block)| !is_exclusive(block)) {
                 self.drop_one(block, &mut own.dropped).map_err(|error| (i, error))?;
             }
-            return Ok(run.len());
+            return Ok(len);
         }
     }
 

@@ -17,12 +17,18 @@ use arrayvec::ArrayVec;
 const MAX_RUNS: usize = if cfg!(loom) { 2 } else { 128 };
 
 /// Neighbours in one group, each once.
+#[derive(Clone, Copy)]
 pub(super) struct Run {
-    len: usize,
-    pub(super) group: usize,
-    pub(super) mask: u64,
     /// The group before the handles were compared.
     pub(super) seen: Group,
+    pub(super) group: u32,
+    mask: u32,
+}
+
+/// How a run was found.
+pub(super) struct Found {
+    pub(super) run: Run,
+    pub(super) len: usize,
     /// Whether all handles have their blocks' generation, and the account that was asked for.
     agrees: bool,
 }
@@ -63,8 +69,13 @@ impl Rule {
 }
 
 impl Run {
-    pub(super) const fn len(&self) -> usize {
-        self.len
+    pub(super) fn mask(self) -> u64 {
+        u64::from(self.mask)
+    }
+
+    /// Its blocks that are exclusive.
+    pub(super) fn exclusive(self) -> u64 {
+        self.seen.exclusive() & self.mask()
     }
 }
 
@@ -101,14 +112,19 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         plan.account = rule.account().unwrap_or(of_first);
         let (mut rest, mut simple) = (blocks, true);
         while !rest.is_empty() {
-            let run = self.run(rest, Some(plan.account))?;
-            let (members, others) = rest.split_at(run.len);
-            let exclusive = run.seen.exclusive() & run.mask;
-            if (exclusive != run.mask || !run.agrees) && FAULT != faults::BLIND_RELEASE {
-                self.check_members(members, exclusive, run.seen.shared(), rule)?;
+            let Found { run, len, agrees } = self.run(rest, Some(plan.account))?;
+            let (members, others) = rest.split_at(len);
+            if run.exclusive() != run.mask() || !agrees {
+                if FAULT != faults::BLIND_RELEASE {
+                    self.check_members(members, run, rule)?;
+                }
+                simple = false;
             }
-            simple &= exclusive == run.mask && run.agrees;
-            simple &= plan.runs.try_push(run).is_ok();
+            if plan.runs.is_full() {
+                simple = false;
+            } else {
+                plan.runs.push(run);
+            }
             rest = others;
         }
         Ok(simple && FAULT != faults::EARLY_PERMIT)
@@ -119,9 +135,9 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         for (i, run) in plan.runs.iter().enumerate() {
             // Every handle was good after `seen` was loaded. If the group is as seen, no block of it has been
             // claimed anew since, so none has changed hands.
-            if !self.groups.try_take_out(run.group, run.seen, run.mask) {
+            if !self.groups.try_take_out(run.group as usize, run.seen, run.mask()) {
                 for taken in &plan.runs[..i] {
-                    self.groups.restore(taken.group, taken.mask);
+                    self.groups.restore(taken.group as usize, taken.mask());
                 }
                 return false;
             }
@@ -148,23 +164,22 @@ impl<const FAULT: u8> BlockPool<FAULT> {
     /// Takes the first run of a batch out and returns its length; 0 if some of it are shared.
     fn take_out_run(&self, blocks: &[BlockHandle], rule: Rule) -> Result<usize> {
         loop {
-            let run = self.run(blocks, rule.account())?;
-            let members = &blocks[..run.len];
-            let exclusive = run.seen.exclusive() & run.mask;
-            if (exclusive != run.mask || !run.agrees) && FAULT != faults::BLIND_RELEASE {
-                self.check_members(members, exclusive, run.seen.shared(), rule)?;
-                if exclusive != run.mask && rule == Rule::Release {
+            let Found { run, len, agrees } = self.run(blocks, rule.account())?;
+            let (group, exclusive) = (run.group as usize, run.exclusive());
+            if (exclusive != run.mask() || !agrees) && FAULT != faults::BLIND_RELEASE {
+                self.check_members(&blocks[..len], run, rule)?;
+                if exclusive != run.mask() && rule == Rule::Release {
                     return Ok(0);
                 }
             }
             // As in `take_planned`; otherwise look again.
-            if exclusive != 0 && !self.groups.try_take_out(run.group, run.seen, exclusive) {
+            if exclusive != 0 && !self.groups.try_take_out(group, run.seen, exclusive) {
                 continue;
             }
-            if exclusive != run.mask && rule != Rule::Release {
-                self.take_out_single(members, run.group, exclusive)?;
+            if exclusive != run.mask() && rule != Rule::Release {
+                self.take_out_single(&blocks[..len], group, exclusive)?;
             }
-            return Ok(run.len);
+            return Ok(len);
         }
     }
 
@@ -191,37 +206,32 @@ impl<const FAULT: u8> BlockPool<FAULT> {
 
     /// The first run of a batch. Its first handle's id must be the pool's.
     #[inline]
-    pub(super) fn run(&self, blocks: &[BlockHandle], wanted: Option<AccountId>) -> Result<Run> {
+    pub(super) fn run(&self, blocks: &[BlockHandle], wanted: Option<AccountId>) -> Result<Found> {
         let (group, _) = place(self.checked_id(blocks[0])?);
         let (first, members) = ((group * WIDTH) as u32, self.members(group));
-        let mut run = Run { len: 0, group, mask: 0, seen: self.groups.load(group), agrees: true };
-        let mut differences = 0;
+        let seen = self.groups.load(group);
+        let (mut len, mut mask, mut differences) = (0, 0, 0);
         let (expected, checked) = State::pattern(wanted);
         for block in blocks {
             let offset = block.id().0.wrapping_sub(first);
             let Some(cell) = members.get(offset as usize) else { break };
             let bit = 1 << offset;
-            if run.mask & bit != 0 {
+            if mask & bit != 0 {
                 break;
             }
             // Acquire as in `state`.
             let word = cell.load(Ordering::Acquire);
             differences |= (word ^ (block.to_bits() >> 32 << 32 | expected)) & checked;
-            run.mask |= bit;
-            run.len += 1;
+            mask |= bit;
+            len += 1;
         }
-        run.agrees = differences == 0;
-        Ok(run)
+        Ok(Found { run: Run { seen, group: group as u32, mask }, len, agrees: differences == 0 })
     }
 
     /// Checks handles of one group against their blocks.
-    pub(super) fn check_members(
-        &self,
-        members: &[BlockHandle],
-        exclusive: u64,
-        shared: u64,
-        rule: Rule,
-    ) -> Result<()> {
+    #[cold]
+    pub(super) fn check_members(&self, members: &[BlockHandle], run: Run, rule: Rule) -> Result<()> {
+        let (exclusive, shared) = (run.seen.exclusive(), run.seen.shared());
         for &block in members {
             let state = self.state(block.id().0);
             let (_, bit) = place(block.id().0);
