@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUST_SOURCES := $(shell find rust cuda -type f -not -path '*/target/*' 2>/dev/null)
 
-.PHONY: help setup run test test-rust test-python lint format bench reproduce wheel clean test-loom test-mutants test-emulator test-gpu bench-gpu
+.PHONY: help setup run test test-rust test-python lint format bench reproduce wheel clean test-loom test-tsan test-mutants test-emulator test-gpu bench-gpu
 .DEFAULT_GOAL := help
 
 help: ## List the targets.
@@ -37,8 +37,17 @@ test: setup test-rust test-python ## Set up and run every test.
 test-rust: ## Rust unit, property and integration tests.
 	cargo test --workspace --release
 
-test-loom: ## Every interleaving of small models of the block pool.
-	RUSTFLAGS="--cfg loom" cargo test -p kvpager-core --release --target-dir target/loom --test block_pool_loom
+test-loom: ## Every interleaving of small models of the block pool; random schedules of larger ones.
+	RUSTFLAGS="--cfg loom" cargo test -p kvpager-core --profile models --target-dir target/loom --test block_pool_loom
+	RUSTFLAGS="--cfg shuttle" cargo test -p kvpager-core --profile models --target-dir target/shuttle --test block_pool_shuttle
+
+TSAN = RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" cargo test \
+	-p kvpager-core --profile models --target-dir target/tsan --target $(shell rustc -vV | sed -n 's/host: //p') \
+	--test block_pool_race
+
+test-tsan: ## The block pool under the thread sanitizer, then with a race planted, which it must report.
+	KVPAGER_RACE_ROUNDS=20 $(TSAN)
+	KVPAGER_RACE_ROUNDS=20 KVPAGER_RACE_FAULT=relaxed-bits $(TSAN) 2>&1 | grep -m 1 "data race"
 
 test-mutants: test-loom ## Planted faults of the block pool: each must be seen, by a promise or by a model.
 	cargo test -p kvpager-core --release --test block_pool mutants -- --nocapture

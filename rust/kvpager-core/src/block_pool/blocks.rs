@@ -24,26 +24,33 @@ impl<const FAULT: u8> BlockPool<FAULT> {
 
     /// Claims blocks. The caller holds capacity and free permits for them.
     pub(super) fn claim(&self, account: AccountId, out: &mut [BlockHandle]) {
-        let mut slots = out.iter_mut();
-        self.groups.claim::<FAULT>(slots.len(), |group, mut mask| {
+        let mut rest = out;
+        self.groups.claim::<FAULT>(rest.len(), |group, mut mask| {
             let members = self.members(group);
             let first = mask.trailing_zeros() as usize;
             let run = mask >> first;
             // Neighbours need no search for their bits.
             if run & (run + 1) == 0 {
-                let (id, len) = (group * WIDTH + first, run.trailing_ones() as usize);
-                for (i, cell) in members[first..first + len].iter().enumerate() {
-                    hand_out(cell, (id + i) as u32, account, slots.next());
+                let len = run.trailing_ones() as usize;
+                let (slots, others) = std::mem::take(&mut rest).split_at_mut(len);
+                rest = others;
+                let ids = (group * WIDTH + first) as u32..;
+                for ((slot, cell), id) in slots.iter_mut().zip(&members[first..]).zip(ids) {
+                    *slot = hand_out(cell, id, account);
                 }
                 return len;
             }
             let mut count = 0;
-            while mask != 0 {
+            for slot in rest.iter_mut() {
                 let offset = mask.trailing_zeros() as usize;
-                hand_out(&members[offset], (group * WIDTH + offset) as u32, account, slots.next());
+                *slot = hand_out(&members[offset], (group * WIDTH + offset) as u32, account);
                 mask &= mask - 1;
                 count += 1;
+                if mask == 0 {
+                    break;
+                }
             }
+            rest = &mut std::mem::take(&mut rest)[count..];
             count
         });
     }
@@ -131,14 +138,12 @@ impl<const FAULT: u8> BlockPool<FAULT> {
     }
 }
 
-/// Writes the word of a block that was just claimed, and its handle.
+/// Writes the word of a block that was just claimed, and makes its handle.
 #[inline]
-fn hand_out(cell: &AtomicU64, id: u32, account: AccountId, slot: Option<&mut BlockHandle>) {
+fn hand_out(cell: &AtomicU64, id: u32, account: AccountId) -> BlockHandle {
     // Relaxed: claiming the bit acquired what its last owner published, and it is ours.
     let word = State::handed_out(cell.load(Ordering::Relaxed), account);
     // Release pairs with the Acquire in `state`, for threads that get the handle by other ways than ours.
     cell.store(word, Ordering::Release);
-    if let Some(slot) = slot {
-        *slot = BlockHandle::new((word >> 32) as u32, BlockId(id));
-    }
+    BlockHandle::new((word >> 32) as u32, BlockId(id))
 }

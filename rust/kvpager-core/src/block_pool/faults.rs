@@ -35,9 +35,11 @@ pub const TORN_QUOTA: u8 = 13;
 pub const KEEP_PARTIAL: u8 = 14;
 /// A reference is dropped by a load and a store.
 pub const TORN_REFERENCES: u8 = 15;
+/// A claim acquires nothing: what a block's last owner did may come after what the next does.
+pub const RELAXED_BITS: u8 = 16;
 
 /// Every fault with its name, as `kvpager stress --inject` and the mutant tests list them.
-pub const ALL: [(u8, &str); 15] = [
+pub const ALL: [(u8, &str); 16] = [
     (SAME_GENERATION, "same-generation"),
     (EARLY_PERMIT, "early-permit"),
     (BLIND_SUMMARY, "blind-summary"),
@@ -53,4 +55,5 @@ pub const ALL: [(u8, &str); 15] = [
     (TORN_QUOTA, "torn-quota"),
     (KEEP_PARTIAL, "keep-partial"),
     (TORN_REFERENCES, "torn-references"),
+    (RELAXED_BITS, "relaxed-bits"),
 ];

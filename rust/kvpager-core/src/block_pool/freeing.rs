@@ -67,10 +67,22 @@ impl<const FAULT: u8> BlockPool<FAULT> {
 
     /// Frees what was taken out as planned, without its capacity.
     pub(super) fn free_planned(&self, blocks: &[BlockHandle], plan: &Plan) {
-        for block in blocks {
-            // The handle has its block's generation. Release as in `claim`.
-            if let Some(cell) = self.states.get(block.id().0 as usize) {
-                cell.store(State::freed::<FAULT>(block.to_bits()), Ordering::Release);
+        let mut rest = blocks;
+        for run in &plan.runs {
+            let (members, others) = rest.split_at(run.len());
+            rest = others;
+            let cells = self.members(run.group as usize);
+            // A handle has its block's generation. Release as in `claim`.
+            if let Some(range) = run.range() {
+                for (block, cell) in members.iter().zip(&cells[range]) {
+                    cell.store(State::freed::<FAULT>(block.to_bits()), Ordering::Release);
+                }
+            } else {
+                for block in members {
+                    let (_, bit) = place(block.id().0);
+                    let cell = &cells[bit.trailing_zeros() as usize];
+                    cell.store(State::freed::<FAULT>(block.to_bits()), Ordering::Release);
+                }
             }
         }
         self.groups.free_all(plan.runs.iter().map(|run| (run.group as usize, run.mask())));

@@ -98,6 +98,7 @@ impl Groups {
 
     /// A group now. Acquire pairs with the Release of every exchange below: what was done with a block before it
     /// got into the state seen here comes before what is done next.
+    #[inline]
     pub(super) fn load(&self, group: usize) -> Group {
         Group(self.words[group].load(Ordering::Acquire))
     }
@@ -141,7 +142,8 @@ impl Groups {
             let next = now.claimed(mask);
             // Acquire pairs with the Release of `free`: what the last owner did comes before what we do. A failure
             // means that another thread's exchange on this group succeeded.
-            match cell.compare_exchange_weak(now.0, next.0, Ordering::AcqRel, Ordering::Relaxed) {
+            let order = if FAULT == faults::RELAXED_BITS { Ordering::Release } else { Ordering::AcqRel };
+            match cell.compare_exchange_weak(now.0, next.0, order, Ordering::Relaxed) {
                 Ok(_) => return mask,
                 Err(word) => now = Group(word),
             }
@@ -187,6 +189,7 @@ impl Groups {
 
     /// Takes exclusive blocks out of `seen`, the group as it was when their handles were checked. Fails if the
     /// group has changed since: the caller checks again.
+    #[inline]
     pub(super) fn try_take_out(&self, group: usize, seen: Group, mask: u64) -> bool {
         let next = seen.taken_out(mask);
         // AcqRel: Release, so that who sees the blocks off sees what was done before; Acquire as in `load`.
@@ -222,6 +225,7 @@ impl Groups {
     }
 
     /// Frees blocks that are off.
+    #[inline]
     pub(super) fn free(&self, group: usize, mask: u64) {
         if self.free_unseen(group, mask) {
             // An exchange even if the bit is set already: see `note_empty`. Loom finds the lost bit otherwise.
@@ -230,9 +234,12 @@ impl Groups {
     }
 
     /// Frees blocks that are off, of many groups. Groups that had none free are noted in the summary 64 at a time.
+    /// This thread looks there first next: what it has just freed is near, in the cache and in one run.
     pub(super) fn free_all(&self, runs: impl Iterator<Item = (usize, u64)>) {
         let (mut at, mut bits) = (0, 0);
+        let mut lowest = self.words.len();
         for (group, mask) in runs {
+            lowest = lowest.min(group);
             if self.free_unseen(group, mask) {
                 if group / SPAN != at && bits != 0 {
                     // As in `free`.
@@ -245,9 +252,13 @@ impl Groups {
         if bits != 0 {
             self.summary[at].fetch_or(bits, Ordering::AcqRel);
         }
+        if lowest < self.words.len() {
+            self.hints.store(lowest);
+        }
     }
 
     /// Frees blocks that are off. Returns whether the group had no free ones: its summary bit must be set then.
+    #[inline]
     fn free_unseen(&self, group: usize, mask: u64) -> bool {
         // Release pairs with the Acquire of `claim_from`.
         let before = Group(self.words[group].fetch_or(mask, Ordering::AcqRel));

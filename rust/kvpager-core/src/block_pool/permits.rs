@@ -46,6 +46,7 @@ impl PermitCounter {
     }
 
     /// Takes both or neither. `in_account` is what the account can add from its guarantee, for the error.
+    #[inline]
     pub(super) fn take(&self, wanted: Permits, in_account: u64, cached: &AtomicI64) -> Result<()> {
         if wanted == (Permits { free: 0, shared: 0 }) {
             return Ok(());
@@ -53,19 +54,8 @@ impl PermitCounter {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
             let now = Permits::unpack(word);
-            if now.shared < wanted.shared {
-                return Err(Error::OutOfBlocks {
-                    needed: u64::from(wanted.shared) + in_account,
-                    available: u64::from(now.shared) + in_account,
-                    capacity: u64::from(self.capacity),
-                });
-            }
-            if now.free < wanted.free {
-                return Err(Error::NeedsReclaim {
-                    needed: u64::from(wanted.free),
-                    free: u64::from(now.free),
-                    cached: cached.load(Ordering::Relaxed).max(0) as u64,
-                });
+            if now.shared < wanted.shared || now.free < wanted.free {
+                return Err(self.refused(now, wanted, in_account, cached));
             }
             let next = Permits { free: now.free - wanted.free, shared: now.shared - wanted.shared };
             // Acquire pairs with the Release of `give`: the blocks behind the permits are published. A failure
@@ -77,7 +67,24 @@ impl PermitCounter {
         }
     }
 
+    #[cold]
+    fn refused(&self, now: Permits, wanted: Permits, in_account: u64, cached: &AtomicI64) -> Error {
+        if now.shared < wanted.shared {
+            return Error::OutOfBlocks {
+                needed: u64::from(wanted.shared) + in_account,
+                available: u64::from(now.shared) + in_account,
+                capacity: u64::from(self.capacity),
+            };
+        }
+        Error::NeedsReclaim {
+            needed: u64::from(wanted.free),
+            free: u64::from(now.free),
+            cached: cached.load(Ordering::Relaxed).max(0) as u64,
+        }
+    }
+
     /// Gives permits. What backs them has been published before.
+    #[inline]
     pub(super) fn give(&self, permits: Permits) {
         if permits != (Permits { free: 0, shared: 0 }) {
             // Release pairs with the Acquire of `take`.

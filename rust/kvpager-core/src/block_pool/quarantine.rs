@@ -2,7 +2,7 @@
 
 use super::epochs::NIL;
 use super::freeing::{Chain, Returning};
-use super::state::{Kind, MAX_REFERENCES, State};
+use super::state::{MAX_REFERENCES, State};
 use super::{BlockPool, StepEpoch, faults};
 use crate::ids::{AccountId, BlockHandle};
 use crate::sync::Ordering;
@@ -52,16 +52,10 @@ impl<const FAULT: u8> BlockPool<FAULT> {
     fn leave(&self, id: u32, epoch: StepEpoch) -> AccountId {
         let cell = &self.states[id as usize];
         // Relaxed: the block is the caller's alone.
-        let state = State::unpack(cell.load(Ordering::Relaxed));
-        let leaving = State {
-            generation: state.next_generation::<FAULT>(),
-            kind: Kind::Leaving,
-            references: epoch.number() as u32 & MAX_REFERENCES,
-            ..state
-        };
+        let word = cell.load(Ordering::Relaxed);
         // Release as in `claim`.
-        cell.store(leaving.pack(), Ordering::Release);
-        state.account
+        cell.store(State::leaving::<FAULT>(word, epoch.number()), Ordering::Release);
+        State::account_of(word)
     }
 
     fn count_left(&self, counted: Option<(AccountId, i64)>, account: AccountId) -> Option<(AccountId, i64)> {

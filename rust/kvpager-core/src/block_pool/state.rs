@@ -106,6 +106,13 @@ impl State {
         }
     }
 
+    /// The packed word of a block that waits in quarantine for an epoch, in the generation after a packed word's.
+    pub(super) const fn leaving<const FAULT: u8>(word: u64, epoch: u64) -> u64 {
+        let accounts = (MAX_ACCOUNTS as u64 - 1) << REFERENCE_BITS;
+        let kind = (Kind::Leaving as u64) << (REFERENCE_BITS + ACCOUNT_BITS);
+        Self::freed::<FAULT>(word) | kind | word & accounts | epoch & MAX_REFERENCES as u64
+    }
+
     /// The packed word of a free block in the generation after a packed word's.
     pub(super) const fn freed<const FAULT: u8>(word: u64) -> u64 {
         let generation = (word >> 32) as u32;
@@ -162,6 +169,9 @@ mod tests {
         assert_eq!(State::account_of(state.pack()), AccountId(9));
         let free = State::freed::<{ super::super::faults::NONE }>(state.pack());
         assert_eq!(State::unpack(free), State::free(0));
+        let leaving = State::leaving::<{ super::super::faults::NONE }>(state.pack(), 5);
+        let expected = State { generation: 0, kind: Kind::Leaving, account: AccountId(9), references: 5 };
+        assert_eq!(State::unpack(leaving), expected);
         let word = State::handed_out(State::free(7).pack(), AccountId(5));
         assert_eq!(State::unpack(word), State::held(7, AccountId(5)));
     }

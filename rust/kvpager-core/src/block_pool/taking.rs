@@ -23,6 +23,8 @@ pub(super) struct Run {
     pub(super) seen: Group,
     pub(super) group: u32,
     mask: u32,
+    /// Whether the handles name neighbours in ascending order.
+    ascending: bool,
 }
 
 /// How a run was found.
@@ -71,6 +73,16 @@ impl Rule {
 impl Run {
     pub(super) fn mask(self) -> u64 {
         u64::from(self.mask)
+    }
+
+    /// Where its handles' blocks are in the group, if they are neighbours in ascending order.
+    pub(super) fn range(self) -> Option<std::ops::Range<usize>> {
+        let first = self.mask.trailing_zeros() as usize;
+        self.ascending.then(|| first..first + self.mask.count_ones() as usize)
+    }
+
+    pub(super) const fn len(self) -> usize {
+        self.mask.count_ones() as usize
     }
 
     /// Its blocks that are exclusive.
@@ -204,12 +216,43 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         }
     }
 
-    /// The first run of a batch. Its first handle's id must be the pool's.
+    /// The first run of a batch.
     #[inline]
     pub(super) fn run(&self, blocks: &[BlockHandle], wanted: Option<AccountId>) -> Result<Found> {
-        let (group, _) = place(self.checked_id(blocks[0])?);
-        let (first, members) = ((group * WIDTH) as u32, self.members(group));
+        let id = self.checked_id(blocks[0])?;
+        let (group, bit) = place(id);
         let seen = self.groups.load(group);
+        let (expected, checked) = State::pattern(wanted);
+        let first = bit.trailing_zeros() as usize;
+        let neighbours = &self.members(group)[first..];
+        let len = neighbours.len().min(blocks.len());
+        // Most batches are runs of neighbours: one look at the last of them, then no look at each one's place.
+        if blocks[len - 1].id().0 == id + (len - 1) as u32 {
+            let (mut places, mut differences) = (0, 0);
+            for ((block, cell), wanted) in blocks[..len].iter().zip(neighbours).zip(id..) {
+                // Acquire as in `state`.
+                let word = cell.load(Ordering::Acquire);
+                differences |= (word ^ (block.to_bits() >> 32 << 32 | expected)) & checked;
+                places |= block.id().0 ^ wanted;
+            }
+            if places == 0 {
+                let mask = ((1 << len) - 1) << first;
+                let run = Run { seen, group: group as u32, mask, ascending: true };
+                return Ok(Found { run, len, agrees: differences == 0 });
+            }
+        }
+        Ok(self.scattered_run(blocks, wanted, group, seen))
+    }
+
+    /// The same for a run in any order.
+    fn scattered_run(
+        &self,
+        blocks: &[BlockHandle],
+        wanted: Option<AccountId>,
+        group: usize,
+        seen: Group,
+    ) -> Found {
+        let (first, members) = ((group * WIDTH) as u32, self.members(group));
         let (mut len, mut mask, mut differences) = (0, 0, 0);
         let (expected, checked) = State::pattern(wanted);
         for block in blocks {
@@ -225,7 +268,8 @@ impl<const FAULT: u8> BlockPool<FAULT> {
             mask |= bit;
             len += 1;
         }
-        Ok(Found { run: Run { seen, group: group as u32, mask }, len, agrees: differences == 0 })
+        let run = Run { seen, group: group as u32, mask, ascending: false };
+        Found { run, len, agrees: differences == 0 }
     }
 
     /// Checks handles of one group against their blocks.

@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+mod allocations;
+mod model;
 mod mutants;
 mod promises;
 mod support;
