@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUST_SOURCES := $(shell find rust cuda -type f -not -path '*/target/*' 2>/dev/null)
 
-.PHONY: help setup run test test-rust test-python lint format bench reproduce wheel clean test-loom test-tsan test-mutants test-emulator test-gpu bench-gpu
+.PHONY: help setup run test test-rust test-python lint format bench bench-pool reproduce wheel clean test-loom test-tsan test-mutants test-emulator test-gpu bench-gpu
 .DEFAULT_GOAL := help
 
 help: ## List the targets.
@@ -80,6 +80,9 @@ format: setup ## Format Rust and Python.
 bench: setup ## A step of the scheduler and CPU attention; pages are listed in benches/RESULTS.md.
 	$(BIN)/python benches/python/scheduler_step.py
 	$(BIN)/python benches/python/attention_cpu.py
+
+bench-pool: ## The block pool beside plain alternatives; with intervals: cargo bench -p kvpager-benches.
+	cargo run --release -p kvpager-benches --bin pool-table
 
 reproduce: setup ## Rewrite the replay's tables in benches/RESULTS.md from the traces, beside peers that are installed.
 	$(BIN)/python benches/python/reproduce.py

@@ -120,6 +120,26 @@ fn a_release_is_seen_by_the_next_owner<const F: u8>() {
     assert_all_free(&pool);
 }
 
+/// The permit comes from one release and the block from another: the claim alone orders the block's owners.
+fn a_block_behind_anothers_permit_is_seen_whole<const F: u8>() {
+    let (pool, account) = pool::<F>(2);
+    let payload = Payload::new(2);
+    let blocks = take(&pool, account, 2).unwrap();
+    pool.release(&blocks[1..]).unwrap();
+    let other = {
+        let (pool, payload) = (Arc::clone(&pool), Arc::clone(&payload));
+        loom::thread::spawn(move || {
+            let next = take(&pool, account, 1).unwrap();
+            payload.write(next[0]);
+            pool.release(&next).unwrap();
+        })
+    };
+    payload.write(blocks[0]);
+    pool.release(&blocks[..1]).unwrap();
+    other.join().unwrap();
+    assert_all_free(&pool);
+}
+
 fn two_releases_of_one_block_are_one<const F: u8>() {
     let (pool, account) = pool::<F>(2);
     let block = take(&pool, account, 1).unwrap();
@@ -451,6 +471,7 @@ macro_rules! sound {
 sound!(
     allocate_against_allocate,
     a_release_is_seen_by_the_next_owner,
+    a_block_behind_anothers_permit_is_seen_whole,
     two_releases_of_one_block_are_one,
     two_first_forks_both_count,
     last_releases_of_a_shared_block_free_it_once,
@@ -506,5 +527,11 @@ mod planted {
     #[should_panic]
     fn torn_references_are_seen() {
         explore_up_to(EVERY, last_releases_of_a_shared_block_free_it_once::<{ faults::TORN_REFERENCES }>);
+    }
+
+    #[test]
+    #[should_panic]
+    fn a_claim_that_acquires_nothing_is_seen() {
+        explore_up_to(EVERY, a_block_behind_anothers_permit_is_seen_whole::<{ faults::RELAXED_BITS }>);
     }
 }
