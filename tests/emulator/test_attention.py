@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -12,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.reference import BOUNDS, attend, error, make_case
-from kvpager.attention._manifest import HEAD_DIMS
+from kvpager.attention._manifest import HEAD_DIMS, all_instantiations
 from kvpager.errors import InvalidArgumentError
 
 from . import run as emulator
+from .build import library
 from .shapes import DIMS, MIXED_TYPES, SAME_TYPES, features, lengths, relaid, with_heads
 
 MAP_NORESERVE = 0x4000  # Linux; the mmap module does not name it on Python 3.11
@@ -294,7 +297,17 @@ def test_large_scores_keep_the_fp32_bound(style: str, kv_dtype: str, heads: int,
         check(case, target_blocks=4)
 
 
+@pytest.fixture(scope="module")
+def _every_kernel_built() -> None:
+    """Compiles all attention kernels side by side, which is most of the time of the tests that use them."""
+    attention = ("paged_decode", "paged_prefill", "mla_decode", "merge_splits", "zero_tail")
+    units = [emulator.unit_of(item) for item in all_instantiations() if item.kernel in attention]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(library, units))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_every_kernel_built")
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtypes", SAME_TYPES + MIXED_TYPES, ids="-".join)
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1), (8, 1)])
@@ -315,6 +328,7 @@ def test_every_head_size_matches_the_reference(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_every_kernel_built")
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("query_dtype", ["float16", "bfloat16", "float32"])

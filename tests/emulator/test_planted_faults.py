@@ -135,6 +135,14 @@ def test_the_sanitizers_find_nothing_in_the_kernels(heads: int, flavour: str) ->
     assert error(attention.out, expected, largest) <= BOUNDS["float16"]
 
 
+def test_a_shift_too_far_is_undefined_and_caught() -> None:
+    patch = Patch("include/kvpager/paging.cuh", "1 << p.block_shift", "1 << (p.block_shift + 32)")
+    attention = _attention(1)
+    outcome = replay(attention.launches, _buffers(attention), "undefined", patches=(patch,))
+    assert outcome.status != 0
+    assert "shift exponent" in outcome.report
+
+
 @pytest.mark.parametrize("heads", [1, 8])
 @pytest.mark.parametrize("order", ["forward", pytest.param("reverse", marks=pytest.mark.slow)])
 def test_the_race_detector_finds_nothing_in_the_kernels(heads: int, order: str) -> None:

@@ -165,6 +165,61 @@ def test_decode_equals_torchs_attention_on_gathered_keys(cupy: Any) -> None:
         torch.testing.assert_close(out[row], expected[0, :, 0], atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8", "float8_e4m3fn"])
+def test_appends_and_moved_blocks_equal_the_cpus(cupy: Any, kv_dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    rows = rng.standard_normal((40, 2, 64)).astype(np.float16)
+    slots = rng.permutation(6 * 16)[:40].astype(np.int64)
+    results = []
+    for place in (np.asarray, cupy.asarray):
+        cache = place(np.zeros((6, 16, 2, 64), np.uint8 if kv_dtype.startswith("float8") else kv_dtype))
+        options: dict[str, Any] = {}
+        if kv_dtype == "int8":
+            options["k_scale"] = place(np.zeros((6, 16, 2), np.float32))
+        elif kv_dtype.startswith("float8"):
+            options |= {"k_scale": 0.02, "kv_dtype": kv_dtype}
+        front.append_kv(place(rows), None, cache, None, slots, **options)
+        front.copy_blocks(cache, None, np.array([[0, 4], [1, 5]], np.int32))
+        taken = front.gather_blocks(cache, np.array([4, 2], np.int32))
+        front.scatter_blocks(cache, np.array([2, 3], np.int32), taken)
+        front.zero_blocks(cache, np.array([1], np.int32))
+        results.append((cache if place is np.asarray else cache.get()).tobytes())
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 9.0}, {"window": 30}])
+def test_a_cascade_over_groups_found_in_a_batch_matches_the_reference(
+    cupy: Any, options: dict[str, Any]
+) -> None:
+    pairs = [(1, 90), (3, 40), (1, 33), (2, 70), (1, 20)]
+    case = make_case(9, pairs, heads=16, kv_heads=2, query_dtype="float16", kv_dtype="float16", **options)
+    case.block_tables[3, :3] = case.block_tables[0, :3]
+    case.block_tables[4, :1] = case.block_tables[1, :1]
+    places = {"query_start": case.query_start, "context_lens": case.context_lens}
+    groups = front.prefix_groups(case.block_tables, **places, block_size=16, min_tokens=16)
+    assert len(groups["prefix_lens"]) == 2
+    expected, _, largest = case.call(attend)
+    out = _upload(cupy, case).call(front.cascade_attention, **groups)
+    assert error(out.get(), expected, largest) <= BOUNDS["float16"]
+
+
+def test_latent_decode_matches_the_reference(cupy: Any) -> None:
+    shape = {"heads": 16, "kv_heads": 1, "dim": 576, "query_dtype": "float16", "kv_dtype": "float16"}
+    case = make_case(11, [(1, 90), (2, 33), (0, 0), (1, 700)], **shape)
+    query, latent, tables = (cupy.asarray(a) for a in (case.query, case.k_cache, case.block_tables))
+    places = {"query_start": case.query_start, "context_lens": case.context_lens}
+    out = front.mla_decode(query, latent, kv_lora_rank=512, block_tables=tables, scale=0.07, **places)
+    case.v_cache = case.k_cache[..., :512]
+    expected, _, largest = case.call(attend, scale=0.07)
+    assert error(out.get(), expected, largest) <= BOUNDS["float16"]
+
+
+def test_large_scores_keep_the_fp32_bound(cupy: Any) -> None:
+    for seed, peak in enumerate((3, 8, 30)):
+        for style in ("peaked", "peaked+late", "peaked+cancelling"):
+            _check(cupy, make_case(seed, [(1, 400), (3, 200)], dim=128, style=style, peak=peak))
+
+
 def test_compute_sanitizer_finds_nothing(cupy: Any) -> None:
     tool = shutil.which("compute-sanitizer")
     if tool is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpager.attention import kernels
+from kvpager.attention import kernels, tuning
 from kvpager.errors import MissingDependencyError
 
 
@@ -71,3 +71,24 @@ def test_without_cupy_the_status_names_what_is_missing_and_does_not_raise(
 def test_every_source_file_has_kernels_and_every_kernel_a_source(repository: Path) -> None:
     sources = {path.stem for path in (repository / "cuda").glob("*.cu")}
     assert sources == {instantiation.kernel for instantiation in kernels.all_instantiations()}
+
+
+def test_measured_launch_shapes_are_kept_by_architecture(tmp_path: Path) -> None:
+    table = tmp_path / "launch_shapes.json"
+    table.write_text(tuning.TABLE.read_text("utf-8"), "utf-8")
+    before = tuning.read_table(table)
+    tuning.record("90", tuning.LaunchShape(3, 128), table)
+    tuning.record("80", tuning.LaunchShape(1, 512), table)
+    tuning.record("90", tuning.LaunchShape(4, 256), table)
+    expected = {"80": tuning.LaunchShape(1, 512), "90": tuning.LaunchShape(4, 256)}
+    assert tuning.read_table(table) == before | expected
+
+
+def test_tuning_without_a_gpu_says_what_is_missing_in_one_line() -> None:
+    if kernels.cuda_status()["usable"]:
+        pytest.skip("there is a GPU: tuning would run")
+    program = [sys.executable, "-m", "kvpager.attention.tune"]
+    ran = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("kvpager: ")
+    assert len(ran.stderr.splitlines()) == 1

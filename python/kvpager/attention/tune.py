@@ -1,7 +1,7 @@
 """Measures launch shapes on the GPU at hand: `python -m kvpager.attention.tune`.
 
-Prints the time of typical decode batches for each candidate and the line to put into
-`kvpager.attention.tuning.BY_CAPABILITY`. Needs CuPy and a device.
+Prints the time of typical decode batches for each candidate and puts the best into the table that plans are
+made from (`kvpager.attention.tuning`). Needs CuPy and a device.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def main() -> int:
         print(shape, " ".join(f"{time * 1e3:.1f} us" for time in times))
     # The shape whose worst loss against the best of each batch is smallest.
     shape, _ = min(results, key=lambda item: max(t / b for t, b in zip(item[1], best, strict=True)))
-    print(f'"{capability}": {shape},')
+    tuning.record(capability, shape)
+    print(f"compute capability {capability}: {shape}, written to {tuning.TABLE}")
     return 0
 
 

@@ -1,16 +1,20 @@
 """Launch shapes by architecture: how many thread blocks fill a device, and the shortest chunk worth one.
 
-The defaults are reasoned, not measured: no GPU was at hand when they were written. `python -m
-kvpager.attention.tune` measures on the GPU that it runs on and prints the line to put into `BY_CAPABILITY`.
+The default is reasoned, not measured: no GPU was at hand when it was written. `python -m
+kvpager.attention.tune` measures on the GPU that it runs on and puts what it found into `launch_shapes.json`
+beside this file.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from kvpager.attention import kernels
 
-__all__ = ["BY_CAPABILITY", "DEFAULT", "LaunchShape", "Tuning", "current_tuning"]
+__all__ = ["DEFAULT", "TABLE", "LaunchShape", "Tuning", "current_tuning", "read_table", "record"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +33,26 @@ class LaunchShape:
 DEFAULT = LaunchShape(blocks_per_multiprocessor=2, min_chunk=256)
 """Two resident blocks hide each other's latency; 256 positions of 16-bit KV are 30 times a partial result."""
 
-BY_CAPABILITY: dict[str, LaunchShape] = {}
+TABLE = Path(__file__).with_name("launch_shapes.json")
 """Measured shapes by compute capability, such as "90". Empty until measured."""
+
+
+def read_table(path: Path = TABLE) -> dict[str, LaunchShape]:
+    """The measured shapes."""
+    return {name: LaunchShape(**shape) for name, shape in json.loads(path.read_text("utf-8")).items()}
+
+
+@functools.cache
+def _measured() -> dict[str, LaunchShape]:
+    """The table as this process found it."""
+    return read_table()
+
+
+def record(capability: str, shape: LaunchShape, path: Path = TABLE) -> None:
+    """Puts a measured shape into the table; those of other architectures stay."""
+    table = read_table(path) | {capability: shape}
+    lines = {name: asdict(table[name]) for name in sorted(table)}
+    path.write_text(json.dumps(lines, indent=2) + "\n", "utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +66,6 @@ class Tuning:
 def current_tuning() -> Tuning:
     """The shape for CuPy's current device."""
     device = kernels.load_cupy().cuda.Device()
-    shape = BY_CAPABILITY.get(str(device.compute_capability), DEFAULT)
+    shape = _measured().get(str(device.compute_capability), DEFAULT)
     multiprocessors = int(device.attributes["MultiProcessorCount"])
     return Tuning(shape.blocks_per_multiprocessor * multiprocessors, shape.min_chunk)

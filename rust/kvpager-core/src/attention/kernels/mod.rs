@@ -27,7 +27,7 @@ pub(super) const ROW_ALIGN: usize = 16;
 
 /// Running maximum, in magnitude, from which the scores of fp32 outputs are refined; below it their rounding stays
 /// well inside the bound of 1e-6.
-const EXACT_ABOVE: f32 = 4.0;
+const EXACT_ABOVE: f32 = 5.0;
 
 /// How far below the maximum a score still weighs enough for its rounding to show, which grows with the score.
 fn exact_within(highest: f32, has_slopes: bool) -> f32 {
