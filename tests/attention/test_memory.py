@@ -276,3 +276,17 @@ def test_copies_that_do_not_fit_write_nothing(copies: list[list[int]], text: str
     with pytest.raises(InvalidArgumentError, match=text):
         copy_blocks(cache, None, copies)
     assert (cache == before).all()
+
+
+def test_outputs_go_to_the_callers_arrays() -> None:
+    case = make_case(5, [(1, 30), (4, 20)])
+    expected, expected_lse = case.call(paged_attention, return_lse=True)
+    out, lse = np.full_like(expected, np.nan), np.full_like(expected_lse, np.nan)
+    assert case.call(paged_attention, out=out, lse=lse) is out
+    assert out.tobytes() == expected.tobytes()
+    assert lse.tobytes() == expected_lse.tobytes()
+    assert case.call(paged_attention, out=out, lse=lse, return_lse=True)[1] is lse
+    with pytest.raises(InvalidArgumentError, match="lse has"):
+        case.call(paged_attention, lse=lse[:-1])
+    with pytest.raises(InvalidArgumentError, match="lse has dtype float16"):
+        case.call(paged_attention, lse=lse.astype(np.float16))

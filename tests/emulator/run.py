@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from kvpager.attention import _launch
-from kvpager.attention._launch import ArrayView, AttentionCall, Launch
+from kvpager.attention._launch import AttentionCall, Launch
 from kvpager.attention._manifest import Instantiation, KernelClass
 from kvpager.attention._plan import plan_class, plan_room, view_of
+from kvpager.attention._views import ArrayView
 
 from .build import Patch, Unit, library
 

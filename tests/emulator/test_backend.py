@@ -62,8 +62,9 @@ def test_an_empty_batch_is_fine() -> None:
 
 def test_output_goes_to_the_callers_array() -> None:
     case = on_device(make_case(1, [(2, 20)]))
-    out = to_device(np.zeros_like(case.query))
-    assert case.call(front.paged_attention, out=out) is out
+    out, lse = to_device(np.zeros_like(case.query)), to_device(np.zeros(case.query.shape[:2], np.float32))
+    assert case.call(front.paged_attention, out=out, lse=lse) is out
+    np.testing.assert_allclose(np.asarray(lse), case.call(attend)[1], rtol=2e-5, atol=2e-5)
     expected, _, largest = case.call(attend)
     assert error(np.asarray(out), expected, largest) <= BOUNDS["float32"]
 

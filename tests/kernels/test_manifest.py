@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvpager.attention import _manifest as manifest
-from kvpager.attention._launch import ArrayView, AttentionCall, attention_launches, tail_launches
+from kvpager.attention._launch import AttentionCall, attention_launches, tail_launches
 from kvpager.attention._plan import plan_room, view_of
+from kvpager.attention._views import ArrayView
 from kvpager.errors import InvalidArgumentError
 
 QUERY_DTYPES = tuple(manifest.DTYPE_CODES)

@@ -120,6 +120,7 @@ def paged_attention(
     context_lens: Any,
     table_rows: Any = None,
     out: Any = None,
+    lse: Any = None,
     return_lse: bool = False,
     plan: AttentionPlan | None = None,
     kv_starts: npt.NDArray[np.int32] | None = None,
@@ -133,7 +134,8 @@ def paged_attention(
     """
     with stream_of(query):
         result = new_array(query, (*query.shape[:2], v_cache.shape[3])) if out is None else out
-        lse = new_array(query, tuple(query.shape[:2]), "float32") if return_lse else None
+        if lse is None and return_lse:
+            lse = new_array(query, tuple(query.shape[:2]), "float32")
         call = attention_call(
             query,
             k_cache,
@@ -169,6 +171,7 @@ def cascade_attention(
     context_lens: Any,
     table_rows: Any = None,
     out: Any = None,
+    lse: Any = None,
     return_lse: bool = False,
     **options: Any,
 ) -> Any:
@@ -180,10 +183,10 @@ def cascade_attention(
     shared: dict[str, Any] = {"block_tables": block_tables, **lengths}
     # With a window or ALiBi a prefix looks different to every row: nothing to share.
     if options.get("window") is not None or options.get("alibi_slopes") is not None or not len(cascade.rows):
-        return paged_attention(query, k_cache, v_cache, out=out, return_lse=return_lse, **shared, **options)
-    result, lse = paged_attention(
-        query, k_cache, v_cache, out=out, return_lse=True, kv_starts=cascade.kv_starts, **shared, **options
-    )
+        whole = {"out": out, "lse": lse, "return_lse": return_lse}
+        return paged_attention(query, k_cache, v_cache, **whole, **shared, **options)
+    rest = {"out": out, "lse": lse, "return_lse": True, "kv_starts": cascade.kv_starts}
+    result, lse = paged_attention(query, k_cache, v_cache, **rest, **shared, **options)
     with stream_of(query):
         rows = _index(query, cascade.rows)
         prefix_out, prefix_lse = paged_attention(

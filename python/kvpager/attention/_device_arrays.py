@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvpager.attention import kernels
-from kvpager.attention._launch import ArrayView
+from kvpager.attention._views import ArrayView
 from kvpager.errors import InvalidArgumentError
 
 __all__ = [

@@ -42,6 +42,7 @@ class AttentionOptions(TypedDict, total=False):
     v_scale: Array | float | None
     kv_dtype: str | None
     out: Array | None
+    lse: Array | None
     return_lse: bool
     causal: bool
 
@@ -54,6 +55,7 @@ class LatentOptions(TypedDict, total=False):
     context_lens: Array
     table_rows: Array | None
     out: Array | None
+    lse: Array | None
     return_lse: bool
     causal: bool
     plan: AttentionPlan | None
@@ -77,6 +79,7 @@ def paged_attention(
     v_scale: Array | float | None = None,
     kv_dtype: str | None = None,
     out: Array | None = None,
+    lse: Array | None = None,
     return_lse: bool = False,
     causal: bool = True,
     plan: AttentionPlan | None = None,
@@ -107,8 +110,9 @@ def paged_attention(
         kv_dtype: as for `append_kv`.
         out: `[num_tokens, num_query_heads, value_dim]`, written and returned; a new array of the query's
             dtype if None.
-        return_lse: also return `[num_tokens, num_query_heads]` float32, the natural logarithm of the sum of
+        lse: `[num_tokens, num_query_heads]`, float32, written: the natural logarithm of the sum of
             exponentials (sinks included), -inf where nothing was seen.
+        return_lse: also return `lse`; a new array if None was given.
         causal: whether a query sees nothing past its own position.
         plan: for arrays on a device: an `AttentionPlan` that the caller keeps up to date. Without one a plan
             is made for this call, which waits for the device if the lengths are there; with one nothing
@@ -139,6 +143,7 @@ def paged_attention(
         v_scale=v_scale,
         kv_dtype=kv_dtype,
         out=out,
+        lse=lse,
         return_lse=return_lse,
         causal=causal,
         plan=plan,
@@ -197,7 +202,7 @@ def mla_decode(
         kv_lora_rank: elements of a row that are also its value.
         scale: factor of the products (of the head size before absorption, so there is no default).
         **options: `block_tables`, `query_start`, `context_lens`, `table_rows`, `out` (of value heads of
-            `kv_lora_rank`), `return_lse`, `causal` and `plan` of `paged_attention`.
+            `kv_lora_rank`), `lse`, `return_lse`, `causal` and `plan` of `paged_attention`.
 
     Returns:
         The output (still to be multiplied by the value projection), or (output, log-sum-exp).

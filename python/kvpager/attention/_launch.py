@@ -15,7 +15,17 @@ import numpy as np
 from kvpager.attention import _manifest as manifest
 from kvpager.attention import _params as params
 from kvpager.attention._manifest import Instantiation
-from kvpager.errors import InvalidArgumentError
+from kvpager.attention._views import (
+    ArrayView,
+    cache_strides,
+    check_cache,
+    check_head_values,
+    check_ints,
+    check_rows,
+    fail,
+    resolve_scale,
+    scale_strides,
+)
 
 __all__ = [
     "ArrayView",
@@ -27,25 +37,6 @@ __all__ = [
     "plan_shape",
     "tail_launches",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayView:
-    """Where an array lies and how: enough to hand it to a kernel.
-
-    Attributes:
-        pointer: address of element 0.
-        shape: lengths of the axes.
-        strides: elements between neighbours, by axis.
-        dtype: name, as in `KV_TYPES`, or an integer type's.
-        itemsize: bytes of an element.
-    """
-
-    pointer: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    itemsize: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +112,10 @@ def plan_shape(
 ) -> PlanShape:
     """The plan's shape for arrays like these; refuses what no kernel serves."""
     if len(query.shape) != 3 or len(k_cache.shape) != 4 or len(v_cache.shape) != 4:
-        raise _fail(f"query {query.shape} must have 3 dimensions, caches {k_cache.shape} 4")
+        raise fail(f"query {query.shape} must have 3 dimensions, caches {k_cache.shape} 4")
     heads, kv_heads = query.shape[1], k_cache.shape[2]
     if kv_heads < 1 or heads < kv_heads or heads % kv_heads:
-        raise _fail(f"{heads} query heads are no multiple of {kv_heads} KV heads")
+        raise fail(f"{heads} query heads are no multiple of {kv_heads} KV heads")
     classes = manifest.choose_attention(
         kv_dtype=k_cache.dtype,
         query_dtype=query.dtype,
@@ -177,88 +168,35 @@ class AttentionCall:
         return plan_shape(self.query, self.k_cache, self.v_cache, window=self.window, causal=self.causal)
 
 
-def _fail(text: str) -> InvalidArgumentError:
-    return InvalidArgumentError(text)
-
-
-def _check_rows(name: str, view: ArrayView, axes: int) -> None:
-    """The last axis must be dense and every row start at a multiple of 8 elements, at most 16 bytes."""
-    if len(view.shape) != axes:
-        raise _fail(f"{name} must have {axes} dimensions, has {len(view.shape)}")
-    if 0 in view.shape:
-        return
-    align = min(16, 8 * view.itemsize)
-    if view.shape[-1] > 1 and view.strides[-1] != 1:
-        raise _fail(f"{name} must be contiguous in its last dimension, has stride {view.strides[-1]}")
-    if view.pointer % align:
-        raise _fail(f"{name} must start at a multiple of {align} bytes")
-    for axis, (length, stride) in enumerate(zip(view.shape[:-1], view.strides[:-1], strict=True)):
-        if length > 1 and stride * view.itemsize % align:
-            raise _fail(
-                f"{name} has stride {stride} in dimension {axis}: must be a multiple of {align} bytes"
-            )
-
-
-def _check_cache(k_cache: ArrayView, v_cache: ArrayView) -> int:
-    """Checks a pair of caches; returns log2 of the block size."""
-    _check_rows("k_cache", k_cache, 4)
-    _check_rows("v_cache", v_cache, 4)
-    if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.dtype != v_cache.dtype:
-        raise _fail(
-            f"k_cache {k_cache.shape} {k_cache.dtype} and v_cache {v_cache.shape} {v_cache.dtype} "
-            "must be alike"
-        )
-    block_size = k_cache.shape[1]
-    if block_size < 1 or block_size > 256 or block_size & (block_size - 1):
-        raise _fail(f"block_size must be a power of two from 1 to 256, is {block_size}")
-    return block_size.bit_length() - 1
-
-
-def _check_ints(name: str, view: ArrayView, dtype: str, axes: int, length: int | None = None) -> None:
-    if view.dtype != dtype or len(view.shape) != axes:
-        raise _fail(f"{name} must be {dtype} with {axes} dimensions, is {view.dtype} {view.shape}")
-    if 0 not in view.shape and view.shape[-1] > 1 and view.strides[-1] != 1:
-        raise _fail(f"{name} must be contiguous in its last dimension")
-    if length is not None and view.shape[0] != length:
-        raise _fail(f"{name} must have length {length}, has {view.shape[0]}")
-
-
-def _check_head_values(name: str, view: ArrayView | None, num_heads: int) -> None:
-    if view is None:
-        return
-    if view.dtype != "float32" or view.shape != (num_heads,) or (num_heads > 1 and view.strides[0] != 1):
-        raise _fail(f"{name} must be float32 [{num_heads}], is {view.dtype} {view.shape}")
-
-
 def _check_attention(call: AttentionCall) -> None:
-    _check_rows("query", call.query, 3)
-    _check_rows("out", call.out, 3)
-    _check_cache(call.k_cache, call.v_cache)
+    check_rows("query", call.query, 3)
+    check_rows("out", call.out, 3)
+    check_cache(call.k_cache, call.v_cache)
     tokens, q_heads, head_dim = call.query.shape
     kv_heads = call.k_cache.shape[2]
     if kv_heads < 1 or q_heads % kv_heads or q_heads < kv_heads:
-        raise _fail(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
+        raise fail(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
     if call.k_cache.shape[3] != head_dim:
-        raise _fail(f"query has head_dim {head_dim}, k_cache has {call.k_cache.shape[3]}")
+        raise fail(f"query has head_dim {head_dim}, k_cache has {call.k_cache.shape[3]}")
     wanted = (tokens, q_heads, call.v_cache.shape[3])
     if call.out.shape != wanted or call.out.dtype != call.query.dtype:
-        raise _fail(f"out must be {call.query.dtype} {wanted}, is {call.out.dtype} {call.out.shape}")
+        raise fail(f"out must be {call.query.dtype} {wanted}, is {call.out.dtype} {call.out.shape}")
     if call.lse is not None and (call.lse.dtype != "float32" or call.lse.shape != (tokens, q_heads)):
-        raise _fail(f"lse must be float32 {(tokens, q_heads)}, is {call.lse.dtype} {call.lse.shape}")
-    _check_ints("query_start", call.query_start, "int32", 1)
+        raise fail(f"lse must be float32 {(tokens, q_heads)}, is {call.lse.dtype} {call.lse.shape}")
+    check_ints("query_start", call.query_start, "int32", 1)
     if call.query_start.shape[0] < 1:
-        raise _fail("query_start must have one entry more than there are sequences, is empty")
+        raise fail("query_start must have one entry more than there are sequences, is empty")
     sequences = call.query_start.shape[0] - 1
-    _check_ints("context_lens", call.context_lens, "int32", 1, sequences)
-    _check_ints("block_tables", call.block_tables, "int32", 2)
+    check_ints("context_lens", call.context_lens, "int32", 1, sequences)
+    check_ints("block_tables", call.block_tables, "int32", 2)
     if call.table_rows is not None:
-        _check_ints("table_rows", call.table_rows, "int32", 1, sequences)
+        check_ints("table_rows", call.table_rows, "int32", 1, sequences)
     elif call.block_tables.shape[0] < sequences:
-        raise _fail(f"block_tables has {call.block_tables.shape[0]} rows for {sequences} sequences")
+        raise fail(f"block_tables has {call.block_tables.shape[0]} rows for {sequences} sequences")
     if call.v_cache.shape[3] != head_dim:
         _check_latent(call)
-    _check_head_values("alibi_slopes", call.alibi_slopes, q_heads)
-    _check_head_values("sinks", call.sinks, q_heads)
+    check_head_values("alibi_slopes", call.alibi_slopes, q_heads)
+    check_head_values("sinks", call.sinks, q_heads)
     _check_features(call)
 
 
@@ -266,61 +204,26 @@ def _check_latent(call: AttentionCall) -> None:
     """Values that are shorter than keys are the front of the same rows, with none of the extra features."""
     same = (call.k_cache.pointer, call.k_cache.strides) == (call.v_cache.pointer, call.v_cache.strides)
     if not same or call.k_cache.shape[2] != 1:
-        raise _fail(
+        raise fail(
             f"keys of {call.k_cache.shape[3]} with value heads of {call.v_cache.shape[3]} elements: "
             "only a latent cache has a kernel, where values are the front of the keys of one head"
         )
     if call.alibi_slopes is not None:
-        raise _fail("ALiBi has no kernel for latent caches")
+        raise fail("ALiBi has no kernel for latent caches")
 
 
 def _check_features(call: AttentionCall) -> None:
     if call.window is not None and call.window < 1:
-        raise _fail(f"window must be at least 1 position, is {call.window}")
+        raise fail(f"window must be at least 1 position, is {call.window}")
     if call.softcap is not None and not (0 < call.softcap < math.inf):
-        raise _fail(f"softcap must be a positive number, is {call.softcap}")
+        raise fail(f"softcap must be a positive number, is {call.softcap}")
     if call.scale is not None and not math.isfinite(call.scale):
-        raise _fail(f"scale must be a finite number, is {call.scale}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """A quantisation scale as the kernels take it: a factor, and an array or null."""
-
-    value: float
-    pointer: int
-    strides: tuple[int, int, int]
-
-
-def _resolve_scale(name: str, scale: ArrayView | float | None, cache: ArrayView) -> _Scale:
-    """Checks a scale: one number, one a KV head (8-bit floats), or one a slot and head (int8)."""
-    blocks, block_size, heads, _ = cache.shape
-    if cache.dtype == "int8":
-        if not isinstance(scale, ArrayView):
-            raise _fail(
-                f"{name} of an int8 cache must be a float32 array [num_blocks, block_size, num_kv_heads]"
-            )
-        if scale.dtype != "float32" or scale.shape != (blocks, block_size, heads):
-            raise _fail(
-                f"{name} must be float32 {(blocks, block_size, heads)}, is {scale.dtype} {scale.shape}"
-            )
-        return _Scale(1.0, scale.pointer, (scale.strides[0], scale.strides[1], scale.strides[2]))
-    if scale is None:
-        return _Scale(1.0, 0, (0, 0, 0))
-    if not cache.dtype.startswith("float8"):
-        raise _fail(f"{name} is given, but the cache is {cache.dtype}: only 8-bit caches have scales")
-    if isinstance(scale, ArrayView):
-        if scale.dtype != "float32" or scale.shape != (heads,):
-            raise _fail(f"{name} must be a number or float32 [{heads}], is {scale.dtype} {scale.shape}")
-        return _Scale(1.0, scale.pointer, (0, 0, scale.strides[0]))
-    if isinstance(scale, bool) or not (0 < scale < math.inf):
-        raise _fail(f"{name} must be a positive number, is {scale}")
-    return _Scale(float(scale), 0, (0, 0, 0))
+        raise fail(f"scale must be a finite number, is {call.scale}")
 
 
 def _attention_fields(call: AttentionCall, tile_rows: int, plan: PlanView) -> dict[str, object]:
-    k_scale = _resolve_scale("k_scale", call.k_scale, call.k_cache)
-    v_scale = _resolve_scale("v_scale", call.v_scale, call.v_cache)
+    k_scale = resolve_scale("k_scale", call.k_scale, call.k_cache)
+    v_scale = resolve_scale("v_scale", call.v_scale, call.v_cache)
     head_dim = call.query.shape[2]
     scale = 1.0 / math.sqrt(head_dim) if call.scale is None else call.scale
     fields: dict[str, object] = {
@@ -358,20 +261,8 @@ def _attention_fields(call: AttentionCall, tile_rows: int, plan: PlanView) -> di
     for name in ("table_rows", "alibi_slopes", "sinks", "lse"):
         view = getattr(call, name)
         fields[name] = 0 if view is None else view.pointer
-    fields |= _cache_strides(call.k_cache, call.v_cache) | _scale_strides(k_scale, v_scale)
+    fields |= cache_strides(call.k_cache, call.v_cache) | scale_strides(k_scale, v_scale)
     return fields
-
-
-def _cache_strides(k_cache: ArrayView, v_cache: ArrayView) -> dict[str, object]:
-    names = ("block_stride", "slot_stride", "head_stride")
-    found: dict[str, object] = {f"k_{n}": s for n, s in zip(names, k_cache.strides[:3], strict=True)}
-    return found | {f"v_{n}": s for n, s in zip(names, v_cache.strides[:3], strict=True)}
-
-
-def _scale_strides(k_scale: _Scale, v_scale: _Scale) -> dict[str, object]:
-    names = ("block_stride", "slot_stride", "head_stride")
-    found: dict[str, object] = {f"k_scale_{n}": s for n, s in zip(names, k_scale.strides, strict=True)}
-    return found | {f"v_scale_{n}": s for n, s in zip(names, v_scale.strides, strict=True)}
 
 
 def attention_launches(call: AttentionCall, kernel: manifest.AttentionKernel, plan: PlanView) -> list[Launch]:

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from kvpager.attention import _manifest as manifest
 from kvpager.attention import _params as params
-from kvpager.attention._launch import (
-    ArrayView,
-    Launch,
-    _cache_strides,
-    _check_cache,
-    _check_ints,
-    _check_rows,
-    _fail,
-    _resolve_scale,
-    _scale_strides,
-)
+from kvpager.attention._launch import Launch
 from kvpager.attention._manifest import Instantiation
+from kvpager.attention._views import (
+    ArrayView,
+    cache_strides,
+    check_cache,
+    check_ints,
+    check_rows,
+    fail,
+    resolve_scale,
+    scale_strides,
+)
 
 __all__ = [
     "append_launches",
@@ -30,18 +30,18 @@ __all__ = [
 
 def _check_append(key: ArrayView, value: ArrayView, k_cache: ArrayView, v_cache: ArrayView) -> None:
     for name, new, cache in (("key", key, k_cache), ("value", value, v_cache)):
-        _check_rows(name, new, 3)
+        check_rows(name, new, 3)
         if new.shape[1:] != cache.shape[2:]:
-            raise _fail(f"{name} is {new.shape}, the cache has heads of {cache.shape[2:]}")
+            raise fail(f"{name} is {new.shape}, the cache has heads of {cache.shape[2:]}")
     if key.shape != value.shape or key.dtype != value.dtype or key.dtype not in manifest.DTYPE_CODES:
-        raise _fail(
+        raise fail(
             f"key {key.shape} {key.dtype} and value {value.shape} {value.dtype} must be alike, "
             "fp32, fp16 or bf16"
         )
     if k_cache.dtype not in manifest.KV_TYPES:
-        raise _fail(f"no kernel for a cache of {k_cache.dtype}; there are {', '.join(manifest.KV_TYPES)}")
+        raise fail(f"no kernel for a cache of {k_cache.dtype}; there are {', '.join(manifest.KV_TYPES)}")
     if key.shape[2] % 8 or key.shape[2] > 1024:
-        raise _fail(f"head_dim must be a multiple of 8 up to 1024, is {key.shape[2]}")
+        raise fail(f"head_dim must be a multiple of 8 up to 1024, is {key.shape[2]}")
 
 
 def append_launches(
@@ -72,16 +72,16 @@ def append_launches(
         InvalidArgumentError: Shapes, dtypes, strides or scales do not fit.
     """
     if (value is None) != (v_cache is None):
-        raise _fail("value and v_cache must both be given or both be None")
+        raise fail("value and v_cache must both be given or both be None")
     sides = 1 if value is None else 2
     if value is None or v_cache is None:
         value, v_cache, v_scale = key, k_cache, k_scale
-    shift = _check_cache(k_cache, v_cache)
+    shift = check_cache(k_cache, v_cache)
     _check_append(key, value, k_cache, v_cache)
     tokens, heads, head_dim = key.shape
-    _check_ints("slot_mapping", slot_mapping, "int64", 1, tokens)
-    k_resolved = _resolve_scale("k_scale", k_scale, k_cache)
-    v_resolved = _resolve_scale("v_scale", v_scale, v_cache)
+    check_ints("slot_mapping", slot_mapping, "int64", 1, tokens)
+    k_resolved = resolve_scale("k_scale", k_scale, k_cache)
+    v_resolved = resolve_scale("v_scale", v_scale, v_cache)
     if tokens == 0:
         return []
     arguments = params.pack(
@@ -105,8 +105,8 @@ def append_launches(
         head_dim=head_dim,
         block_shift=shift,
         dtype=manifest.DTYPE_CODES[key.dtype],
-        **_cache_strides(k_cache, v_cache),
-        **_scale_strides(k_resolved, v_resolved),
+        **cache_strides(k_cache, v_cache),
+        **scale_strides(k_resolved, v_resolved),
     )
     grid = (-(-tokens * heads // 4), sides, 1)
     return [Launch(manifest.append_kernel(k_cache.dtype), grid, 128, 0, arguments)]
@@ -129,14 +129,14 @@ class _Rows:
 def _as_rows(name: str, view: ArrayView) -> _Rows:
     """Reads an array of blocks, [num_blocks, ...] with up to 4 dimensions, as rows of bytes."""
     if not 1 <= len(view.shape) <= 4:
-        raise _fail(f"{name} must have 1 to 4 dimensions, has {len(view.shape)}")
+        raise fail(f"{name} must have 1 to 4 dimensions, has {len(view.shape)}")
     shape, strides = list(view.shape), list(view.strides)
     dense = len(shape) > 1 and (shape[-1] <= 1 or strides[-1] == 1)
     row = shape.pop() if dense else 1
     if dense:
         strides.pop()
     if len(shape) > 3:
-        raise _fail(f"{name} must be contiguous in its last dimension, has stride {strides[-1]}")
+        raise fail(f"{name} must be contiguous in its last dimension, has stride {strides[-1]}")
     while len(shape) < 3:  # missing axes have one entry
         shape.insert(1, 1)
         strides.insert(1, 0)
@@ -159,7 +159,7 @@ def _block_launches(
     pairs = list(zip(sources, targets, strict=True))
     for source, target in pairs:
         if (source.slots, source.heads, source.row_bytes) != (target.slots, target.heads, target.row_bytes):
-            raise _fail(f"blocks differ: {source.slots, source.heads} and {target.slots, target.heads} rows")
+            raise fail(f"blocks differ: {source.slots, source.heads} and {target.slots, target.heads} rows")
     numbers = [
         n
         for rows in sources + targets
@@ -252,7 +252,7 @@ def _ids(view: ArrayView | None) -> tuple[int, int]:
     if view is None:
         return (0, 0)
     if view.dtype != "int32" or len(view.shape) != 1:
-        raise _fail(f"block ids must be int32 with 1 dimension, are {view.dtype} {view.shape}")
+        raise fail(f"block ids must be int32 with 1 dimension, are {view.dtype} {view.shape}")
     return (view.pointer, view.strides[0])
 
 
@@ -282,14 +282,14 @@ def merge_states_launches(
     """
     for name, view in (("out_a", out_a), ("out_b", out_b), ("out", out)):
         if view.shape != out_a.shape or view.dtype != out_a.dtype or len(view.shape) != 3:
-            raise _fail(f"{name} is {view.dtype} {view.shape}, out_a is {out_a.dtype} {out_a.shape}")
+            raise fail(f"{name} is {view.dtype} {view.shape}, out_a is {out_a.dtype} {out_a.shape}")
         if view.shape[-1] > 1 and view.strides[-1] != 1:
-            raise _fail(f"{name} must be contiguous in its last dimension")
+            raise fail(f"{name} must be contiguous in its last dimension")
     if out_a.dtype not in manifest.DTYPE_CODES:
-        raise _fail(f"no kernel for {out_a.dtype}; there are {', '.join(manifest.DTYPE_CODES)}")
+        raise fail(f"no kernel for {out_a.dtype}; there are {', '.join(manifest.DTYPE_CODES)}")
     for name, state in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
         if state is not None and (state.dtype != "float32" or state.shape != out_a.shape[:2]):
-            raise _fail(f"{name} must be float32 {out_a.shape[:2]}, is {state.dtype} {state.shape}")
+            raise fail(f"{name} must be float32 {out_a.shape[:2]}, is {state.dtype} {state.shape}")
     tokens, heads, head_dim = out_a.shape
     if 0 in out_a.shape:
         return []
@@ -336,9 +336,9 @@ def delta_launches(block_tables: ArrayView, deltas: ArrayView, count: int) -> li
     Raises:
         InvalidArgumentError: A wrong dtype or shape.
     """
-    _check_ints("block_tables", block_tables, "int32", 2)
+    check_ints("block_tables", block_tables, "int32", 2)
     if deltas.dtype != "int32" or len(deltas.shape) != 2 or deltas.shape[1] != 4 or deltas.strides != (4, 1):
-        raise _fail(f"deltas must be a contiguous int32 [capacity, 4], is {deltas.dtype} {deltas.shape}")
+        raise fail(f"deltas must be a contiguous int32 [capacity, 4], is {deltas.dtype} {deltas.shape}")
     arguments = params.pack(
         params.DELTA,
         block_tables=block_tables.pointer,

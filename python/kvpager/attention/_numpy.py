@@ -167,16 +167,18 @@ def _attend(
     batch: _Batch,
     options: _Options,
     out: Any,
+    lse: Any,
     return_lse: bool,
 ) -> Any:
     query, values = _named("query", query), caches.v_cache
     if out is None:
         out = np.empty((*query[0].shape[:-1], values[0].shape[-1]), query[0].dtype)
-    lse = np.empty(query[0].shape[:-1], np.float32) if return_lse else None
+    if lse is None and return_lse:
+        lse = np.empty(query[0].shape[:-1], np.float32)
     _core._paged_attention(
-        query, caches, batch, options, _named("out", out), None if lse is None else (lse, "float32")
+        query, caches, batch, options, _named("out", out), None if lse is None else _named("lse", lse)
     )
-    return out if lse is None else (out, lse)
+    return (out, lse) if return_lse else out
 
 
 def _default_scale(query: Any, scale: float | None) -> float:
@@ -205,6 +207,7 @@ def paged_attention(
     v_scale: Any = None,
     kv_dtype: str | None = None,
     out: Any = None,
+    lse: Any = None,
     return_lse: bool = False,
     causal: bool = True,
     plan: Any = None,
@@ -234,7 +237,7 @@ def paged_attention(
         _floats("sinks", sinks),
         instruction_set,
     )
-    return _attend(query, caches, batch, options, out, return_lse)
+    return _attend(query, caches, batch, options, out, lse, return_lse)
 
 
 def cascade_attention(

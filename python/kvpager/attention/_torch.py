@@ -87,7 +87,8 @@ def _attend(name: str, tensors: tuple[Any, ...], value_dim: int, options: dict[s
         options = {**options, "out": query.new_empty((*query.shape[:-1], value_dim))}
     result = _run(name, tensors, options)
     if isinstance(result, tuple):
-        return options["out"], torch.from_numpy(result[1])
+        given = options.get("lse")
+        return options["out"], torch.from_numpy(result[1]) if given is None else given
     return options["out"]
 
 

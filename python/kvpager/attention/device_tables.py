@@ -12,7 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvpager.attention import _cupy, _launch, _memory_launch, kernels
+from kvpager.attention import _cupy, _memory_launch, kernels
+from kvpager.attention._views import ArrayView
 from kvpager.errors import InvalidArgumentError
 
 __all__ = ["DeviceBlockTables", "last_changes"]
@@ -137,7 +138,7 @@ class _Slot:
         self._header, self._lines = words[:4], words[4:].reshape(capacity, 4)
         self.count = int(self._header.ctypes.data)
         address = int(self._lines.ctypes.data)
-        self.log = _launch.ArrayView(address, (capacity, 4), (4, 1), "int32", 4)
+        self.log = ArrayView(address, (capacity, 4), (4, 1), "int32", 4)
         self._done: Any = None
 
     def fill(self, log: Ints) -> None:
