@@ -26,7 +26,7 @@ class DrawnLengths(NullRunner):
         self.lengths: dict[int, int] = {}
 
     def run(self, _batch, sampled, /) -> np.ndarray:
-        ends = [len(one.token_ids) + 1 >= self.lengths[one.request_id] for one in sampled]
+        ends = [one.num_sampled + 1 >= self.lengths[one.request_id] for one in sampled]
         return np.where(ends, END, 5).astype(np.int32)
 
 

@@ -26,6 +26,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def bare_loop(runner: Any, prompts: list[list[int]], max_tokens: int, config: En
     class Row:
         def __init__(self, request_id: int) -> None:
             self.request_id = request_id
-            self.token_ids = range(counts.get(request_id, 0))
+            self.num_sampled = counts.get(request_id, 0)
 
     start = time.perf_counter()
     while scheduler.has_work():
@@ -166,6 +167,24 @@ async def measure_lag(lags: list[float]) -> None:
         lags.append(time.perf_counter() - start - 0.001)
 
 
+class Timed:
+    """A runner that adds up the seconds spent in it."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, batch: Any, sampled: Any, /) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._runner.run(batch, sampled)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
 def new_engine(runner: Any, config: EngineConfig, tokenizer: Any = None) -> Engine:
     engine = Engine(runner, config, tokenizer=tokenizer)
     engine.add_tenant("anonymous")
@@ -187,7 +206,7 @@ def demo(repeat: int) -> None:
     generator = np.random.default_rng(0)
     prompts = [generator.integers(100, 40_000, 16).tolist() for _ in range(STREAMS)]
     max_tokens = 24
-    runners = {name: LlamaRunner(loaded.model) for name in ("bare", "engine", "async", "http")}
+    runners = {name: Timed(LlamaRunner(loaded.model)) for name in ("bare", "engine", "async", "http")}
     runners["bare"].allocate(num_blocks=config.num_blocks, block_size=config.block_size, host_blocks=0)
     engines = {
         name: new_engine(runners[name], config, loaded.tokenizer) for name in ("engine", "async", "http")
@@ -214,75 +233,107 @@ def demo(repeat: int) -> None:
         "AsyncEngine": run_async,
         "HTTP streaming": lambda: http_clients(server.port, prompts, max_tokens)[0],
     }
-    rates = rounds(ways, repeat, STREAMS * max_tokens)
-    row(f"{STREAMS} streams, demo model", "tokens/s, median", "of the bare runner, median of rounds", "range")
-    row("---", "---:", "---:", "---:")
+    rates, costs, inside = rounds(ways, repeat, STREAMS * max_tokens, list(runners.values()))
+    row(f"{STREAMS} streams, demo model", "tokens/s", "of the bare runner", "range", "by CPU", "in the model")
+    row("---", "---:", "---:", "---:", "---:", "---:")
     for name, found in rates.items():
         shares = [rate / bare for rate, bare in zip(found, rates["bare runner"], strict=True)]
-        spread = f"{min(shares):.3f} to {max(shares):.3f}"
-        row(name, f"{statistics.median(found):.0f}", f"{statistics.median(shares):.3f}", spread)
+        busy = [bare / cost for cost, bare in zip(costs[name], costs["bare runner"], strict=True)]
+        row(
+            name,
+            f"{statistics.median(found):.0f}",
+            f"{statistics.median(shares):.3f}",
+            f"{min(shares):.3f} to {max(shares):.3f}",
+            f"{statistics.median(busy):.3f}",
+            f"{statistics.median(inside[name]):.4f}",
+        )
     server.close()
     served["async"].close()
 
 
-def rounds(ways: dict[str, Callable[[], float]], repeat: int, tokens: int) -> dict[str, list[float]]:
-    """Tokens per second of each way in each round; the ways take turns, so that noise meets all of them."""
+def rounds(
+    ways: dict[str, Callable[[], float]], repeat: int, tokens: int, runners: list[Timed]
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, list[float]]]:
+    """Tokens per second, CPU seconds of this process, and the share of the time in the model, of each round.
+
+    The ways take turns, so that noise meets all of them. CPU time stays comparable on a busy machine.
+    """
     rates: dict[str, list[float]] = {name: [] for name in ways}
+    costs: dict[str, list[float]] = {name: [] for name in ways}
+    inside: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(repeat + 1):
-        for name, way in ways.items():
-            rate = tokens / way()
+        for (name, way), runner in zip(ways.items(), runners, strict=True):
+            start, runner.seconds = time.process_time(), 0.0
+            seconds = way()
             if number:  # the first round warms up
-                rates[name].append(rate)
-    return rates
+                rates[name].append(tokens / seconds)
+                costs[name].append(time.process_time() - start)
+                inside[name].append(runner.seconds / seconds)
+    return rates, costs, inside
+
+
+def null_runner() -> NullRunner:
+    return NullRunner(step_time=STEP_TIME, vocab_size=VOCABULARY)
+
+
+def null_bare(config: EngineConfig, prompts: list[list[int]], max_tokens: int, _lags: list[float]) -> float:
+    bare_loop(null_runner(), prompts, max_tokens, config)
+    return 1.0
+
+
+def null_async(config: EngineConfig, prompts: list[list[int]], max_tokens: int, lags: list[float]) -> float:
+    engine = AsyncEngine(new_engine(null_runner(), config))
+
+    async def main() -> int:
+        watch = asyncio.create_task(measure_lag(lags))
+        total = await consume(engine, prompts, max_tokens)
+        watch.cancel()
+        return total
+
+    assert asyncio.run(main()) == len(prompts) * max_tokens
+    engine.close()
+    return 1.0
+
+
+def null_http(config: EngineConfig, prompts: list[list[int]], max_tokens: int, lags: list[float]) -> float:
+    """Returns the tokens in a chunk: 1 unless the machine falls behind."""
+    engine = AsyncEngine(new_engine(null_runner(), config, ByteTokenizer()))
+    server = HttpServer(engine, ByteTokenizer())
+    _, chunks = http_clients(server.port, prompts, max_tokens)
+    lags += server.lags[500:]  # without the start
+    server.close()
+    return len(prompts) * max_tokens / chunks
 
 
 def null(repeat: int) -> None:
     config = EngineConfig(num_blocks=16_384, max_batch_tokens=4096, max_running=NULL_STREAMS)
-    prompts = [[3 + i % 100] * (16 + i // 100) for i in range(NULL_STREAMS)]
-    max_tokens = 60
-    tokens = NULL_STREAMS * max_tokens
-    found: dict[str, list[float]] = {"bare loop": [], "AsyncEngine": [], "HTTP streaming": []}
-    lags: dict[str, list[float]] = {"AsyncEngine": [], "HTTP streaming": []}
-    per_chunk: list[float] = []
+    ahead = replace(config, max_open_steps=2)
+    ways = {
+        "bare loop": (null_bare, config),
+        "AsyncEngine": (null_async, config),
+        "AsyncEngine, planning ahead": (null_async, ahead),
+        "HTTP streaming": (null_http, config),
+        "HTTP streaming, planning ahead": (null_http, ahead),
+    }
+    prompts, max_tokens = [[3 + i % 100] * (16 + i // 100) for i in range(NULL_STREAMS)], 60
+    costs: dict[str, list[float]] = {name: [] for name in ways}
+    lags: dict[str, list[float]] = {name: [] for name in ways}
+    merged: dict[str, list[float]] = {name: [] for name in ways}
     sys.setswitchinterval(0.001)
     for _ in range(repeat):
-        start = time.process_time()
-        bare_loop(NullRunner(step_time=STEP_TIME, vocab_size=VOCABULARY), prompts, max_tokens, config)
-        found["bare loop"].append((time.process_time() - start) / tokens)
-
-        engine = AsyncEngine(new_engine(NullRunner(step_time=STEP_TIME, vocab_size=VOCABULARY), config))
-
-        async def main(engine: AsyncEngine = engine) -> int:
-            watch = asyncio.create_task(measure_lag(lags["AsyncEngine"]))
-            total = await consume(engine, prompts, max_tokens)
-            watch.cancel()
-            return total
-
-        gc.collect()
-        start = time.process_time()
-        assert asyncio.run(main()) == tokens
-        found["AsyncEngine"].append((time.process_time() - start) / tokens)
-        engine.close()
-
-        engine = AsyncEngine(
-            new_engine(NullRunner(step_time=STEP_TIME, vocab_size=VOCABULARY), config, ByteTokenizer())
-        )
-        server = HttpServer(engine, ByteTokenizer())
-        gc.collect()
-        server.lags.clear()
-        start = time.process_time()
-        _, chunks = http_clients(server.port, prompts, max_tokens)
-        found["HTTP streaming"].append((time.process_time() - start) / tokens)
-        per_chunk.append(tokens / chunks)
-        lags["HTTP streaming"] += server.lags
-        server.close()
-    row(f"{NULL_STREAMS} streams, null runner", "CPU us a token, median", "best", "lag p50 / p99 / p99.9 ms")
-    row("---", "---:", "---:", "---:")
-    for name, costs in found.items():
-        lag = np.percentile(lags[name], [50, 99, 99.9]) * 1e3 if name in lags else None
-        text = "" if lag is None else " / ".join(f"{value:.1f}" for value in lag)
-        row(name, f"{statistics.median(costs) * 1e6:.1f}", f"{min(costs) * 1e6:.1f}", text)
-    print(f"\nTokens a chunk of HTTP: {statistics.median(per_chunk):.2f} (1 unless the machine is busy).")
+        for name, (way, sizes) in ways.items():
+            gc.collect()
+            start = time.process_time()
+            merged[name].append(way(sizes, prompts, max_tokens, lags[name]))
+            costs[name].append((time.process_time() - start) / (NULL_STREAMS * max_tokens) * 1e6)
+    title = f"{NULL_STREAMS} streams, null runner"
+    row(title, "CPU us a token, median", "best", "tokens an output", "lag p50 / p99 / p99.9 ms")
+    row("---", "---:", "---:", "---:", "---:")
+    for name, found in costs.items():
+        lag = np.percentile(lags[name], [50, 99, 99.9]) * 1e3 if lags[name] else ()
+        late = " / ".join(f"{value:.1f}" for value in lag)
+        together = statistics.median(merged[name])
+        row(name, f"{statistics.median(found):.1f}", f"{min(found):.1f}", f"{together:.2f}", late)
 
 
 def submit(repeat: int) -> None:

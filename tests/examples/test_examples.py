@@ -20,6 +20,11 @@ PROMISES = {
         r"blocks of bob at most: (\d|1[012]) \(limit 12\)",
     ],
     "policies": [r"reserve +\d+ +\d+ +0 +0", r"watermark +\d+ +\d+ +[1-9]", r"forecast +\d+ +\d+ +\d+ +\d+"],
+    "branches": [
+        r"one request holds (\d+) blocks, with its three branches \1\n",
+        "4 of 4 branches are right, 4 differ",
+        r"copied before a write: [1-3]; held at the end: 0",
+    ],
     "host_swap": [
         r"recompute: 12 of 12 answers are right; 0 blocks out, 0 in, [1-9]\d* tokens computed again",
         r"swap: 12 of 12 answers are right; [1-9]\d* blocks out, [1-9]\d* in, 0 tokens computed again",

@@ -43,6 +43,7 @@ class _Options:
     request_timeout: float | None
     overflow: Literal["auto", "recompute", "swap", "refuse"]
     host_blocks: int
+    open_steps: int
     step_time: float
 
 
@@ -88,6 +89,9 @@ def _serve(
     ] = None,
     overflow: Annotated[str, typer.Option(help="auto, recompute, swap or refuse.")] = "auto",
     host_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the host tier, for swapping.")] = 0,
+    open_steps: Annotated[
+        int, typer.Option(min=1, max=2, help="2 plans a step while the model computes the one before.")
+    ] = 1,
     step_time: Annotated[float, typer.Option(min=0.0, help="Seconds of a step of --model null.")] = 0.01,
 ) -> None:
     """Serves /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /metrics and a live page."""
@@ -114,6 +118,7 @@ def _serve(
         request_timeout=request_timeout,
         overflow=overflow,  # type: ignore[arg-type]
         host_blocks=host_blocks,
+        open_steps=open_steps,
         step_time=step_time,
     )
     _run(options, host, port, operator_port, drain_timeout)
@@ -208,6 +213,7 @@ def _engine(options: _Options, table: TenantTable) -> tuple[Engine, ServerSettin
         eviction=options.eviction,
         overflow=options.overflow,
         host_blocks=options.host_blocks,
+        max_open_steps=options.open_steps,
         max_accounts=max(64, len(table.tenants) + len(table.groups) + len(table.publics)),
     )
     engine = Engine(runner, config, tokenizer=tokenizer, fingerprint=fingerprint)

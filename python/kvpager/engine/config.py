@@ -31,6 +31,8 @@ class EngineConfig:
         eviction: which cached block goes first, see `PrefixIndex`.
         overflow: what happens when running sequences have outgrown the pool, see `Scheduler`.
         host_blocks: blocks of the host tier, whose memory the runner makes; 0 for none.
+        max_open_steps: steps that may be planned before the oldest has ended. With 2, the model runs in a
+            thread of its own and planning overlaps it. Not with a host tier.
         max_accounts: tenants at most; the index's own accounts come on top.
         max_buffered_tokens: tokens that a consumer may leave unread before its request is paused.
         max_failures: failed steps in a row after which the engine stops.
@@ -51,6 +53,7 @@ class EngineConfig:
     eviction: Literal["lru", "learned"] = "lru"
     overflow: Literal["auto", "recompute", "swap", "refuse"] = "auto"
     host_blocks: int = 0
+    max_open_steps: int = 1
     max_accounts: int = 64
     max_buffered_tokens: int = 8192
     max_failures: int = 3

@@ -8,6 +8,7 @@ of the scheduler follows.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -19,14 +20,12 @@ from kvpager.engine.config import EngineConfig, GenerationParams
 from kvpager.engine.counters import EngineSnapshot, TenantCounters
 from kvpager.engine.generation import Generation, Listener
 from kvpager.engine.model_runner import ModelRunner, RunnerLostError
+from kvpager.engine.open_steps import ModelThread, OpenStep
 from kvpager.engine.output import GenerationOutput, OutputReader
 from kvpager.engine.registry import DEFAULT_TENANT, Registry
-from kvpager.engine.rows import choose_tokens
 from kvpager.engine.text import TextTokenizer
 
 __all__ = ["DEFAULT_TENANT", "Engine"]
-
-_IntArray = npt.NDArray[np.int32]
 
 
 class Engine:
@@ -90,6 +89,7 @@ class Engine:
             policy=config.policy,
             overflow=config.overflow,
             host_blocks=config.host_blocks,
+            max_open_steps=config.max_open_steps,
         )
         runner.allocate(
             num_blocks=config.num_blocks, block_size=config.block_size, host_blocks=config.host_blocks
@@ -97,6 +97,8 @@ class Engine:
         self._registry = Registry(self.scheduler, runner, tokenizer, fingerprint)
         self._failures_in_a_row = 0
         self._failed_steps = 0
+        self._open: deque[OpenStep] = deque()
+        self._model_thread = ModelThread(runner) if config.max_open_steps > 1 else None
         self.on_input: Callable[[], object] = lambda: None
 
     # --- any thread -------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether anything waits or runs, or an end has not been delivered yet."""
-        return self.scheduler.has_work()
+        return bool(self._open) or self.scheduler.has_work()
 
     def submit(
         self,
@@ -240,7 +242,8 @@ class Engine:
     def step(self) -> bool:
         """Plans a batch, computes it, commits its tokens, and delivers them.
 
-        A step that the runner fails ends its requests with the reason; after `max_failures` in a row, or
+        With several open steps, it plans ahead while the model computes, and ends the oldest one. A step that
+        the runner fails ends its requests with the reason; after `max_failures` in a row, or
         `RunnerLostError`, the engine has failed and ends everything.
 
         Returns:
@@ -248,31 +251,34 @@ class Engine:
 
         Raises:
             WrongStateError: another thread is in it.
-            BaseException: what is no `Exception` (an interrupt) goes on to the caller, after the step was
-                given up; its sequences continue in a later step.
+            BaseException: what is no `Exception` (an interrupt) goes on to the caller, after the open steps
+                were given up; their sequences continue in a later step.
         """
-        batch = self.scheduler.step()
-        if batch.num_tokens == 0 and not _moves_blocks(batch):
-            outcome = self.scheduler.commit(batch.step_id, np.zeros(batch.num_sequences + 1, np.int32), [])
-            self._close([*batch.finished, *outcome.finished])
-            return bool(batch.finished or outcome.finished)
+        ended = self._plan_ahead()
+        step = self._open[0]
         try:
-            token_start, tokens, sampled = self._compute(batch)
-        except Exception as error:
-            self._step_failed(batch, error)
-            return True
+            step.is_done.wait()
+            if step.error is not None and not isinstance(step.error, Exception):
+                raise step.error
         except BaseException:
-            self._close([*batch.finished, *self.scheduler.abandon(batch.step_id, "interrupted").finished])
+            self._give_up("interrupted")
             raise
+        if step.error is not None:
+            self._step_failed(step.error)
+            return True
         self._failures_in_a_row = 0
-        outcome = self.scheduler.commit(batch.step_id, token_start, tokens)
-        self._deliver(sampled, tokens.tolist())
-        self._close([*batch.finished, *outcome.finished])
-        return True
+        self._open.popleft()
+        for generation in step.broken:
+            generation.error = "the model gave logits that are not finite"
+            self.abort(generation)
+        outcome = self.scheduler.commit(step.batch.step_id, step.token_start, step.tokens)
+        self._deliver(step.sampled, step.tokens.tolist())
+        self._close(outcome.finished)
+        return ended or bool(outcome.finished) or not step.is_empty
 
     def run(self) -> None:
         """Steps until every request has ended."""
-        while self.scheduler.has_work():
+        while self.has_work():
             if not self.step():
                 time.sleep(0.001)
 
@@ -316,23 +322,45 @@ class Engine:
         if self.state in ("running", "draining"):
             self._registry.leave("stopped")
         self._end_all()
+        if self._model_thread is not None:
+            self._model_thread.close()
+            self._model_thread = None
 
     # --- parts of the above -----------------------------------------------------------------------------
 
-    def _compute(self, batch: Batch) -> tuple[_IntArray, _IntArray, list[Generation]]:
-        """Runs the model; returns `token_start` [S+1], the tokens [R], and whose they are."""
-        generations = [self._registry.find(request_id) for request_id in batch.sequence_ids.tolist()]
-        self._note_started(batch, generations)
-        query_start = batch.query_start
-        owners = np.searchsorted(query_start, batch.sample_rows, side="right") - 1
-        token_start = np.zeros(len(query_start), np.int32)
-        token_start[1:] = np.cumsum(np.bincount(owners, minlength=batch.num_sequences))
-        sampled = [generations[owner] for owner in owners.tolist()]
-        tokens, broken = choose_tokens(self.runner.run(batch, sampled), sampled, self.runner.vocab_size)
-        for generation in broken:
-            generation.error = "the model gave logits that are not finite"
-            self.abort(generation)
-        return token_start, tokens, sampled
+    def _plan_ahead(self) -> bool:
+        """Plans steps until as many are open as may be; returns whether requests ended meanwhile."""
+        ended = False
+        while not self._open or (
+            len(self._open) < self.config.max_open_steps
+            and not self._open[-1].is_empty
+            and self.scheduler.has_work()
+        ):
+            batch = self.scheduler.step()
+            generations = [self._registry.find(request_id) for request_id in batch.sequence_ids.tolist()]
+            self._note_started(batch, generations)
+            previous = self._open[-1] if self._open else None
+            step = OpenStep(batch, generations)
+            self._open.append(step)
+            if self._model_thread is None:
+                step.compute(self.runner, previous)
+            else:
+                self._model_thread.start(step, previous)
+            self._close(batch.finished)
+            ended = ended or bool(batch.finished)
+        return ended
+
+    def _give_up(self, reason: str, *, fail: bool = False) -> None:
+        """Abandons every open step once the model is through with them."""
+        for step in self._open:
+            step.is_done.wait()
+        if self._open:
+            outcome = self.scheduler.abandon(self._open[0].batch.step_id, reason, fail=fail)
+            steps = list(self._open)
+            self._open.clear()
+            self._close(outcome.finished)
+            for generation in {one for step in steps for one in step.sampled}:
+                generation.num_sampled = len(generation.token_ids)
 
     def _note_started(self, batch: Batch, generations: list[Generation]) -> None:
         now = time.perf_counter()
@@ -346,7 +374,7 @@ class Engine:
         now = time.perf_counter()
         limit = self.config.max_buffered_tokens
         for generation, token in zip(sampled, tokens, strict=True):
-            if generation.is_aborted:
+            if generation.is_aborted or generation.has_ended:
                 continue
             generation.token_ids.append(token)
             generation.last_token_at = now
@@ -381,12 +409,11 @@ class Engine:
             if generation.listener is not None:
                 generation.listener.notify(generation)
 
-    def _step_failed(self, batch: Batch, error: Exception) -> None:
+    def _step_failed(self, error: Exception) -> None:
         self._failures_in_a_row += 1
         self._failed_steps += 1
         text = f"the model failed: {type(error).__name__}: {error}"
-        outcome = self.scheduler.abandon(batch.step_id, text, fail=True)
-        self._close([*batch.finished, *outcome.finished])
+        self._give_up(text, fail=True)
         if isinstance(error, RunnerLostError) or self._failures_in_a_row >= self.config.max_failures:
             self.fail(f"{text} ({self._failures_in_a_row} steps in a row)")
 
@@ -404,14 +431,10 @@ class Engine:
                     generation.listener.notify(generation)
 
     def _end_all(self) -> None:
+        self._give_up("the engine ended")
         for generation in list(self._registry.live.values()):
             self.abort(generation)
         while self.scheduler.has_work():
             batch = self.scheduler.step()
             outcome = self.scheduler.abandon(batch.step_id, "the engine ended")
             self._close([*batch.finished, *outcome.finished])
-
-
-def _moves_blocks(batch: Batch) -> bool:
-    """Whether the runner has memory to move, tokens or none."""
-    return any(map(len, (batch.swap_out, batch.block_zeros, batch.swap_in, batch.block_copies)))

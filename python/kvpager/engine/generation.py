@@ -49,6 +49,7 @@ class Generation:
         logprobs: one for each token, if they were asked for. Grows before `token_ids` does.
         cached_tokens: prompt tokens found in the index when it first ran; None before.
         submitted_at, started_at, first_token_at, last_token_at: clock of `time.perf_counter`; None before.
+        num_sampled: tokens sampled for it; with several open steps, more than were committed to `token_ids`.
         num_taken: tokens that its consumer has read.
         has_ended: whether nothing more will come.
         account: the scheduler's closing account; None before the end, and if the engine itself broke down.
@@ -70,6 +71,7 @@ class Generation:
         "last_token_at",
         "listener",
         "logprobs",
+        "num_sampled",
         "num_taken",
         "params",
         "prompt_tokens",
@@ -108,6 +110,7 @@ class Generation:
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
+        self.num_sampled = 0
         self.num_taken = 0
         self.has_ended = False
         self.account: FinishedRequest | None = None

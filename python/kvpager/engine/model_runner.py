@@ -53,7 +53,7 @@ class ModelRunner(Protocol):
         Args:
             batch: the step. It may have no tokens and only move blocks.
             sampled: [R] what is generated at each of `batch.sample_rows`, for runners that sample themselves
-                (`sampling`, `len(token_ids)`).
+                (`sampling`, `num_sampled`).
 
         Returns:
             Host memory, in the order of `batch.sample_rows`: logits [R, vocab_size] fp32, or token ids [R]
@@ -103,7 +103,7 @@ class NullRunner:
         if self.step_time:
             time.sleep(self.step_time)
         return np.array(
-            [self.token(generation.request_id, len(generation.token_ids)) for generation in sampled], np.int32
+            [self.token(generation.request_id, generation.num_sampled) for generation in sampled], np.int32
         )
 
     def token(self, request_id: int, place: int) -> int:

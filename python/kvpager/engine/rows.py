@@ -43,7 +43,7 @@ def choose_tokens(
     tokens = sample(
         result,
         [generation.sampling for generation in sampled],
-        [len(generation.token_ids) for generation in sampled],
+        [generation.num_sampled for generation in sampled],
     )
     broken = [sampled[row] for row in np.flatnonzero(tokens < 0).tolist()]
     for row, generation in enumerate(sampled):
