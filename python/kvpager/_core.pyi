@@ -722,6 +722,19 @@ class PrefixIndex:
     def peek_prefix(self, namespace: int, tokens: npt.NDArray[np.integer] | Sequence[int]) -> int:
         """How many tokens `match_prefix` would find now. Pins and touches nothing."""
 
+    def key_items(
+        self, tokens: npt.NDArray[np.integer] | Sequence[int], items: Sequence[tuple[int, bytes]]
+    ) -> npt.NDArray[np.uint32]:
+        """What the index compares for a prompt with images, embeddings or the like: [n], uint32.
+
+        At each item's offset an id from 2**31 on, interned to its digest, replaces the token: pass the
+        result to the other calls. A scheduler does it by itself, see `Scheduler.submit`.
+
+        Raises:
+            InvalidArgumentError: an offset outside the prompt or out of order, or a digest that has not 1 to
+                64 bytes.
+        """
+
     def root(self, namespace: int) -> Match:
         """A match of the empty prefix, to insert below."""
 
@@ -1179,6 +1192,7 @@ class Scheduler:
         deadline_steps: int | None = None,
         deadline_seconds: float | None = None,
         salt: bytes | None = None,
+        items: Sequence[tuple[int, bytes]] | None = None,
     ) -> int:
         """Accepts a request and returns its id; it runs in a later step. From any thread.
 
@@ -1194,6 +1208,9 @@ class Scheduler:
             deadline_seconds: the same in seconds, on the clock of `step`.
             salt: 1 to 256 bytes of the client that narrow reuse to this tenant's requests with the same ones
                 (and to public prefixes). It can never widen it.
+            items: (offset, digest) of each image, embedding or the like inside the prompt, in order of
+                offset: its first token's position, and 1 to 64 bytes that say what it is. Blocks from an item
+                on are reused only by prompts with the same item at the same place.
 
         Raises:
             InvalidArgumentError: for values out of range or an empty prompt.

@@ -22,6 +22,7 @@ def tokens(*blocks: int) -> npt.NDArray[np.uint32]:
 class Server:
     def __init__(self, num_blocks: int = 64) -> None:
         self.pool = BlockPool(num_blocks)
+        self.tenants: list[Tenant] = []
         self.index = PrefixIndex(self.pool, block_size=BLOCK_SIZE)
         self.scheduler = Scheduler(
             self.pool,

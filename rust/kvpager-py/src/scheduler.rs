@@ -329,7 +329,7 @@ impl PyScheduler {
     }
 
     #[pyo3(signature = (tenant, prompt_ids, *, max_tokens=64, min_tokens=0, stop_token_ids=None, priority=0,
-        reuse=true, salt=None, deadline_steps=None, deadline_seconds=None))]
+        reuse=true, salt=None, items=None, deadline_steps=None, deadline_seconds=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn submit(
         &self,
@@ -341,6 +341,7 @@ impl PyScheduler {
         priority: i32,
         reuse: bool,
         salt: Option<Vec<u8>>,
+        items: Option<Vec<(u32, Vec<u8>)>>,
         deadline_steps: Option<u64>,
         deadline_seconds: Option<f64>,
     ) -> PyResult<u64> {
@@ -358,6 +359,7 @@ impl PyScheduler {
             reuse,
             deadline: Deadline { steps: deadline_steps, seconds: deadline_seconds },
             salt,
+            items: crate::prefix_index::items(items),
         };
         Ok(self.0.submit(request).py()?.0)
     }

@@ -114,4 +114,22 @@ mod tests {
             (0..8).map(|_| ChildHash::keyed(16).hash(0, &block)).collect();
         assert!(hashes.len() > 1);
     }
+
+    /// Families that collide under linear, commutative or truncating hashes, drawn without knowing the key.
+    #[test]
+    fn test_prepared_blocks_do_not_pile_up() {
+        let families: [fn(u32) -> [u32; 16]; 4] = [
+            |i| std::array::from_fn(|at| if at == 3 { i } else { 7 }),
+            |i| std::array::from_fn(|at| [i, 1, 0u32.wrapping_sub(i), 1][at % 4]),
+            |i| std::array::from_fn(|at| (i >> at & 1) << 31),
+            |i| std::array::from_fn(|at| i.wrapping_mul(1 << 16).wrapping_add(at as u32)),
+        ];
+        for (number, family) in families.iter().enumerate() {
+            let hash = ChildHash::keyed(16);
+            let blocks: std::collections::HashSet<[u32; 16]> = (0..20_000).map(family).collect();
+            let hashes: std::collections::HashSet<u32> =
+                blocks.iter().map(|block| hash.hash(1, block)).collect();
+            assert!(hashes.len() * 1000 > blocks.len() * 998, "family {number}: {}", hashes.len());
+        }
+    }
 }

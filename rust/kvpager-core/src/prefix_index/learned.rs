@@ -1,6 +1,6 @@
 //! The `learned` policy: how soon a prefix is likely to be used again, learned from the stream itself.
 //!
-//! Each finished request leaves a *record* of where its prefix ended. A later prompt that passes through that
+//! Each finished request leaves a *record* of where its prompt ended. A later prompt that passes through that
 //! end is its continuation, and gives one observation: after how many requests it came. Records that were not
 //! continued yet are observations too (censored ones), so what eviction took away early still counts. The
 //! hazard of a class is estimated from both (Kaplan-Meier over logarithmic ages, shrunk towards all classes
@@ -35,7 +35,7 @@ const SHRINKAGE: f64 = 5.0;
 /// Continuations of one end after which it counts as a branching point.
 const MIN_BRANCHES: u32 = 3;
 
-/// Where a finished request's prefix ended.
+/// Where a finished request's prompt ended.
 #[derive(Clone, Copy, Debug)]
 struct Record {
     digest: u64,
@@ -54,6 +54,8 @@ struct Record {
 pub(super) struct History {
     /// Digest of the pinned prefix.
     pub(super) digest: u64,
+    /// Digest of the whole prompt, if there is one. A next turn passes through it whatever became of the answer.
+    end: Option<u64>,
     /// Digest of the record that the prompt continues.
     predecessor: Option<u64>,
     /// Class of the blocks below the branching point.
@@ -202,7 +204,8 @@ impl Learner {
     /// Places a prompt: `digests` are those of its whole-block prefixes, shortest first, `matched` that of what
     /// was found resident.
     pub(super) fn look_up(&self, digests: &[u64], num_tokens: usize, matched: u64) -> History {
-        let mut history = History { turn: 1, digest: matched, ..History::default() };
+        let end = digests.last().copied();
+        let mut history = History { turn: 1, digest: matched, end, ..History::default() };
         let latest =
             |(depth, digest): (usize, &u64)| self.find(*digest).map(|slot| (depth + 1, self.records[slot]));
         if let Some((depth, record)) = digests.iter().enumerate().rev().find_map(latest) {
@@ -229,7 +232,7 @@ impl Learner {
         }
     }
 
-    /// The request ended at its history's digest.
+    /// The request ended.
     pub(super) fn finish(&mut self, history: &History, num_blocks: u32) {
         if !history.is_request {
             return;
@@ -238,9 +241,10 @@ impl Learner {
             self.num_requests += 1;
             return;
         }
-        let num_continued = self.find(history.digest).map_or(0, |slot| self.records[slot].num_continued);
+        let digest = history.end.unwrap_or(history.digest);
+        let num_continued = self.find(digest).map_or(0, |slot| self.records[slot].num_continued);
         let class = if num_continued >= MIN_BRANCHES { SHARED_CLASS } else { history.class };
-        let (digest, turn, time) = (history.digest, history.turn, self.num_requests);
+        let (turn, time) = (history.turn, self.num_requests);
         self.remember(Record { digest, class, turn, num_continued, time, gap: None });
         self.num_requests += 1;
         self.step();

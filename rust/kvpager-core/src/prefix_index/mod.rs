@@ -21,6 +21,7 @@ mod insert;
 mod interning;
 mod invariants;
 mod isolation;
+mod items;
 mod learned;
 mod matching;
 mod namespace;
@@ -40,6 +41,7 @@ pub use extend::Extended;
 pub use fingerprint::{Adapter, Fingerprint};
 pub use interning::SaltStats;
 pub use isolation::Isolation;
+pub use items::{Item, check_items};
 pub use pin::Pin;
 pub use purge::Purged;
 pub use scope::ShareScope;
@@ -53,6 +55,7 @@ use child_hash::ChildHash;
 use events::Events;
 use evictor::{Evictor, Whose};
 use interning::Namespaces;
+use items::Items;
 use learned::Learner;
 use namespace::Namespace;
 use std::collections::HashMap;
@@ -108,6 +111,7 @@ pub struct PrefixIndex {
     learned: Option<Learned>,
     /// The stream of events, if it is on.
     events: Option<Events>,
+    items: Items,
     /// Key of the digests by which continuations are found. Random, never leaves the index.
     digest_key: [u8; 32],
 }
@@ -230,6 +234,7 @@ impl PrefixIndex {
             clock,
             learned,
             events,
+            items: Items::default(),
             digest_key: random_key(),
         }))
     }

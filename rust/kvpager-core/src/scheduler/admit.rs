@@ -139,7 +139,7 @@ impl Core {
             Err(error) => return Err(error),
         };
         let (num_found, waited) = (self.scratch.len(), waiting.progress.share_waits);
-        if self.should_wait(pin.as_ref(), &request.prompt, num_found, waited) {
+        if self.should_wait(pin.as_ref(), request, &request.prompt, num_found, waited) {
             self.is_chunk_awaited = true;
             self.queue.note_share_wait(tenant, place);
             return Ok(Err(nothing_there()));

@@ -182,7 +182,8 @@ impl Core {
         self.scratch.clear();
         self.scratch.extend_from_slice(&sequence.blocks[from..to]);
         let tokens = &sequence.tokens[from * block_size..to * block_size];
-        let extended = index.extend_chain(pin, tokens, &mut sequence.blocks[from..to])?;
+        let tokens = sequence.request.keys(index, from * block_size, tokens)?;
+        let extended = index.extend_chain(pin, &tokens, &mut sequence.blocks[from..to])?;
         sequence.num_indexed += extended.num_indexed as u32;
         if extended.num_duplicates > 0 {
             let changed = |(i, old): (usize, &BlockHandle)| {

@@ -56,7 +56,7 @@ use self::scopes::{Scopes, check_salt, check_strict};
 use crate::block_pool::{BlockPool, Quota};
 use crate::block_tables::TableArena;
 use crate::ids::{SequenceId, StepId};
-use crate::prefix_index::{Fingerprint, PrefixIndex};
+use crate::prefix_index::{Fingerprint, PrefixIndex, check_items};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::{Error, Result};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
@@ -294,6 +294,7 @@ impl Scheduler {
             )));
         }
         check_salt(request)?;
+        check_items(&request.items, request.prompt.len())?;
         if let Some(i) = request.prompt.iter().position(|&token| token > i32::MAX as u32) {
             return Err(Error::invalid(format!("prompt[{i}] is {}, above {}", request.prompt[i], i32::MAX)));
         }

@@ -1,9 +1,11 @@
 //! A request as it is submitted, and what is left of it at its end.
 
 use crate::ids::SequenceId;
+use crate::prefix_index::{Item, PrefixIndex};
 use crate::scheduler::deadlines::Moment;
 use crate::scheduler::tenant::Tenant;
 use crate::{Error, Result};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// When a request ends if it has not ended before; by default never. It holds in every state, paused ones included.
@@ -50,6 +52,8 @@ pub struct Request {
     pub priority: i32,
     /// Whether the request looks prefixes up and leaves its own blocks in the index.
     pub reuse: bool,
+    /// Images, embeddings and the like inside the prompt, in order of offset.
+    pub items: Vec<Item>,
     /// A client's bytes that narrow reuse to requests of the tenant with the same ones; public prefixes stay.
     pub salt: Option<Vec<u8>>,
     /// When it ends at the latest.
@@ -57,6 +61,26 @@ pub struct Request {
 }
 
 impl Request {
+    /// What the index compares for a piece of the tokens that begins at `start`: the tokens, with the items in them.
+    pub(super) fn keys<'a>(
+        &self,
+        index: &PrefixIndex,
+        start: usize,
+        tokens: &'a [u32],
+    ) -> Result<Cow<'a, [u32]>> {
+        if self.items.is_empty() {
+            return Ok(Cow::Borrowed(tokens));
+        }
+        let mut keys = tokens.to_vec();
+        index.key_items(&self.items, start, &mut keys)?;
+        Ok(Cow::Owned(keys))
+    }
+
+    /// Items before a position.
+    pub(super) fn items_before(&self, end: usize) -> &[Item] {
+        &self.items[..self.items.partition_point(|item| (item.offset as usize) < end)]
+    }
+
     /// A request with the defaults of everything else: no stop ids, priority 0, reuse, no salt, no deadline.
     #[must_use]
     pub const fn new(tenant: Arc<Tenant>, prompt: Vec<u32>, max_tokens: u32) -> Self {
@@ -69,6 +93,7 @@ impl Request {
             priority: 0,
             reuse: true,
             salt: None,
+            items: Vec::new(),
             deadline: Deadline { steps: None, seconds: None },
         }
     }

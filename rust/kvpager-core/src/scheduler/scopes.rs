@@ -238,7 +238,8 @@ pub(super) fn peek(index: Option<&Arc<PrefixIndex>>, request: &Request) -> Resul
         Err(Error::Refused { retryable: true, .. }) => return Ok(0),
         chain => chain?,
     };
-    Ok(index.peek_chain(&chain, &request.prompt)? / index.config().block_size as usize)
+    let keys = request.keys(index, 0, &request.prompt)?;
+    Ok(index.peek_chain(&chain, &keys)? / index.config().block_size as usize)
 }
 
 /// Pins what the index has of whole blocks of a request's `tokens`; their blocks go to `blocks`. `None` if it takes
@@ -254,10 +255,11 @@ pub(super) fn find(
 ) -> Result<Option<ChainPin>> {
     let (true, Some(scopes)) = (request.reuse, request.tenant.scopes()) else { return Ok(None) };
     let chain = scopes.chain(index, &request.tenant.name, request.salt.as_deref())?;
-    match index.match_chain_whole(&chain, tokens, blocks) {
+    let keys = request.keys(index, 0, tokens)?;
+    match index.match_chain_whole(&chain, &keys, blocks) {
         Err(Error::OverQuota { account, .. }) if account != request.tenant.account => {
             let own = if request.salt.is_some() { index.chain(&[chain.last()])? } else { scopes.own.clone() };
-            index.match_chain_whole(&own, tokens, blocks).map(Some)
+            index.match_chain_whole(&own, &keys, blocks).map(Some)
         }
         found => found.map(Some),
     }

@@ -7,6 +7,7 @@
 //! foreign one by it, and nobody waits for a sequence that does not run in this very step.
 
 use super::core::Core;
+use super::request::Request;
 use super::scopes::find;
 use super::sequence::Sequence;
 use crate::ids::BlockHandle;
@@ -22,6 +23,7 @@ impl Core {
     pub(super) fn should_wait(
         &self,
         pin: Option<&ChainPin>,
+        request: &Request,
         tokens: &[u32],
         num_blocks: usize,
         waited: u32,
@@ -41,6 +43,7 @@ impl Core {
                     && end <= other.num_written() as usize
                     && other.tokens[start..end] == tokens[start..end]
                     && other.tokens[..start] == tokens[..start]
+                    && other.request.items_before(end) == request.items_before(end)
             })
     }
 
@@ -51,7 +54,8 @@ impl Core {
         let sequence = &self.running[position];
         let num_blocks = (sequence.num_computed / self.config.block_size) as usize;
         let waited = sequence.progress.share_waits;
-        let waits = self.should_wait(sequence.pin.as_ref(), &sequence.tokens, num_blocks, waited);
+        let waits =
+            self.should_wait(sequence.pin.as_ref(), &sequence.request, &sequence.tokens, num_blocks, waited);
         self.running[position].progress.share_waits += u32::from(waits);
         Ok(waits)
     }
@@ -64,7 +68,11 @@ impl Core {
         let have = sequence.num_indexed as usize;
         let next = have * block_size..(have + 1) * block_size;
         let is_behind = sequence.num_computed as usize >= next.end || next.end >= sequence.tokens.len();
-        if is_behind || !index.leads_further(pin, &sequence.tokens[next])? {
+        if is_behind {
+            return Ok(());
+        }
+        let block = sequence.request.keys(index, next.start, &sequence.tokens[next])?;
+        if !index.leads_further(pin, &block)? {
             return Ok(());
         }
         self.scratch.clear();

@@ -10,7 +10,7 @@ use crate::arrays::read_ints;
 use crate::block_pool::PyBlockPool;
 use crate::error::{IntoPyResult, invalid};
 use kvpager_core::block_pool::{Quota, Reclaim};
-use kvpager_core::prefix_index::{EventConfig, Extended, Fingerprint, IndexConfig, PrefixIndex};
+use kvpager_core::prefix_index::{EventConfig, Extended, Fingerprint, IndexConfig, PrefixIndex, check_items};
 use kvpager_core::{AccountId, BlockHandle};
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -203,6 +203,19 @@ impl PyPrefixIndex {
         let found: kvpager_core::Result<Vec<PyMatch>> =
             py.detach(|| prompts.iter().map(|prompt| self.match_one(place, prompt, whole)).collect());
         found.py()
+    }
+
+    /// What the index compares for a prompt with items: its tokens, each item's id at its offset.
+    fn key_items<'py>(
+        &self,
+        tokens: &Bound<'py, PyAny>,
+        items: Vec<(u32, Vec<u8>)>,
+    ) -> PyResult<Bound<'py, PyArray1<u32>>> {
+        let mut keys: Vec<u32> = read_ints(tokens, "tokens")?;
+        let items = super::items(Some(items));
+        check_items(&items, keys.len()).py()?;
+        self.inner.key_items(&items, 0, &mut keys).py()?;
+        Ok(PyArray1::from_vec(tokens.py(), keys))
     }
 
     /// How many tokens `match_prefix` would find now. Pins and touches nothing.

@@ -2,8 +2,15 @@
 
 use crate::arrays::read_ints;
 use crate::error::invalid;
+use kvpager_core::prefix_index::Item;
 use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
+
+/// Items of a prompt as Python has them: (offset, digest).
+pub(crate) fn items(pairs: Option<Vec<(u32, Vec<u8>)>>) -> Vec<Item> {
+    let item = |(offset, digest)| Item { offset, digest };
+    pairs.unwrap_or_default().into_iter().map(item).collect()
+}
 
 /// Token ids as a caller passed them.
 pub(super) enum Tokens<'py> {
