@@ -22,7 +22,6 @@ import numpy.typing as npt
 from kvpager import BlockPool, PrefixIndex, ShareScope
 
 BLOCK_SIZE, SHARED, OWN = 16, 32, 32
-SEQUENCE = SHARED + OWN
 Prompt = npt.NDArray[np.uint32]
 
 
@@ -102,8 +101,10 @@ def rows(resident: int, repeats: int) -> list[tuple[str, str, float]]:
             times.setdefault(("match + pin + drop, 64 blocks, µs a call", name), []).append(
                 1e6 * seconds(contestant.match, hits)
             )
+            # All but the heads' first sequences find half of their blocks.
+            new = len(fresh) * OWN + (len(fresh) // 32) * SHARED
             times.setdefault(("insert, ns a new block", name), []).append(
-                1e9 * seconds(contestant.insert, fresh) / SEQUENCE
+                1e9 * seconds(contestant.insert, fresh) * len(fresh) / new
             )
         for limit in (1, 32):
             start = time.perf_counter()

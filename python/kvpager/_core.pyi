@@ -958,6 +958,7 @@ class SchedulerStats:
     @property
     def swapped_in_blocks(self) -> int:
         """Blocks copied back."""
+    @property
     def num_paused(self) -> int:
         """Requests that are paused, with blocks or without."""
     @property
