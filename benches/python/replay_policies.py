@@ -142,7 +142,7 @@ def overflow(_traces: Path, requests: int) -> Iterator[str]:
 def tenants(traces: Path, requests: int) -> Iterator[str]:
     """What tenants of different sizes get while all of them wait."""
     yield from head(
-        *("tenants", "Jain's index", "tenant", "requests", "served tokens", "behind"),
+        *("tenants", "Jain's index", "tenant", "requests", "served tokens", "service", "most behind"),
         "first token p50 / p99 / max, s",
     )
     for rule in ("heavy=9,light=1", "prompt:short<=512,mid<=2048,long", "round-robin:4"):
@@ -155,6 +155,7 @@ def tenants(traces: Path, requests: int) -> Iterator[str]:
                 tenant["tenant"],
                 f"{tenant['finished']:,}",
                 f"{served_tokens(tenant):,}",
+                f"{tenant['service']:,}",
                 f"{tenant['worst_service_gap']:,}",
                 _quantiles(tenant["latency"]["time_to_first_token"]),
             )

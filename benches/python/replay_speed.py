@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,16 @@ assert done.summary["completed_requests"] == 12031, done.summary
 """
 
 
+LAUNCHER = """
+import os, subprocess, sys, time
+began = time.perf_counter()
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
+_, status, usage = os.wait4(process.pid, 0)
+print(time.perf_counter() - began, usage.ru_utime + usage.ru_stime, usage.ru_maxrss << 10)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
 @dataclass(frozen=True)
 class Cost:
     """What a command took: seconds on the wall and of the processor, largest resident bytes."""
@@ -45,14 +54,16 @@ class Cost:
 
 
 def cost(command: list[str]) -> Cost:
-    """Runs a command to its end, which must be a good one."""
-    began = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        raise RuntimeError(f"{command} ended with {process.returncode}")
-    return Cost(time.perf_counter() - began, usage.ru_utime + usage.ru_stime, usage.ru_maxrss << 10)
+    """Runs a command to its end, which must be a good one.
+
+    A small process starts it: what a child has resident at first is what its parent had.
+    """
+    launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, *command]
+    done = subprocess.run(launcher, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{command} ended with {done.returncode}")
+    wall, cpu, resident = done.stdout.split()
+    return Cost(float(wall), float(cpu), int(resident))
 
 
 def replay_command(*arguments: str | Path) -> list[str]:

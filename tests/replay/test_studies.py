@@ -93,7 +93,10 @@ def test_light_tenant_is_not_kept_behind_the_backlog_of_a_heavy_one(tmp_path: Pa
     waits = {tenant["tenant"]: tenant["latency"]["queue_wait"]["max"] for tenant in run["tenants"]}
     assert waits["light"] < waits["heavy"] / 10
     gaps = {tenant["tenant"]: tenant["worst_service_gap"] for tenant in run["tenants"]}
-    assert gaps["light"] < 2 * 16 * 150, "less than two batches of whole requests"
+    # A request: 150 tokens, and at most 10 blocks over 51 steps.
+    assert 0 < gaps["light"] < 2 * 16 * (150 + 51 * 10), "less than two batches of whole requests"
+    services = {tenant["tenant"]: tenant["service"] for tenant in run["tenants"]}
+    assert services["heavy"] == pytest.approx(150 * services["light"], rel=0.02), "3,000 requests to 20"
 
 
 def test_answers_to_overflow_in_the_same_burst() -> None:

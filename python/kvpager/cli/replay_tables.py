@@ -248,10 +248,11 @@ def _burst_table(run: Run) -> Table:
 def _tenant_table(run: Run) -> Table:
     """What each tenant got, and how evenly: Jain's index of served tokens is 1 when all got the same.
 
-    `most tokens behind` is the most service that another tenant got more in any stretch in which both waited.
+    `most behind` is the most service (tokens computed and blocks x steps held) that another tenant got more
+    in any stretch in which both waited.
     """
     names = (
-        *("tenant", "finished", "served tokens", "most tokens behind", "hit rate"),
+        *("tenant", "finished", "served tokens", "service", "most behind", "hit rate"),
         "first token p50 / p99 / max, s",
     )
     title = f"{_title(run)}: tenants, Jain's index {run['fairness']:.3f}"
@@ -261,6 +262,7 @@ def _tenant_table(run: Run) -> Table:
             escape(tenant["tenant"]),
             f"{tenant['finished']:,}",
             f"{served_tokens(tenant):,}",
+            f"{tenant['service']:,}",
             f"{tenant['worst_service_gap']:,}",
             _rate(tenant["hit_tokens"], tenant["prompt_tokens"]),
             _quantiles(tenant["latency"]["time_to_first_token"], "p50", "p99", "max"),

@@ -263,7 +263,7 @@ impl Replay {
                 }
                 let computed = (arrays.query_start[row + 1] - arrays.query_start[row]) as u64;
                 active.computed += computed;
-                self.record.note_service(active.tenant, computed);
+                self.record.note_service(active.tenant, computed + u64::from(blocks));
                 let longest = active.prompt_tokens + active.max_tokens;
                 memory.contiguous_blocks += u64::from(longest.div_ceil(block_size));
                 if samples {

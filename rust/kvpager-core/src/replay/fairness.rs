@@ -3,9 +3,9 @@
 /// One tenant's standing against another, while both have requests that wait.
 #[derive(Clone, Copy, Default)]
 struct Pair {
-    /// Tokens that the other is ahead since both began to wait, and the least so far; `None` while they do not.
+    /// Service that the other is ahead since both began to wait, and the least so far; `None` while they do not.
     lead: Option<(i64, i64)>,
-    /// Most tokens that the other gained in any stretch in which both waited.
+    /// Most that the other gained in any stretch in which both waited.
     worst: i64,
 }
 
@@ -22,7 +22,7 @@ impl ServiceGaps {
         Self { num_tenants, pairs: vec![Pair::default(); num_tenants * num_tenants] }
     }
 
-    /// Notes a step: the tokens computed for each tenant, and who had requests waiting.
+    /// Notes a step: the service of each tenant, and who had requests waiting.
     pub(super) fn record(&mut self, served: &[u64], backlogged: &[bool]) {
         let n = self.num_tenants;
         for behind in 0..n {
@@ -40,7 +40,7 @@ impl ServiceGaps {
         }
     }
 
-    /// Most tokens that a tenant fell behind any other.
+    /// Most service that a tenant fell behind any other.
     pub(super) fn worst(&self, tenant: usize) -> u64 {
         let row = &self.pairs[tenant * self.num_tenants..(tenant + 1) * self.num_tenants];
         row.iter().map(|pair| pair.worst).max().unwrap_or(0).max(0) as u64

@@ -18,6 +18,7 @@ struct TenantRecord {
     prompt_tokens: u64,
     hit_tokens: u64,
     output_tokens: u64,
+    service: u64,
 }
 
 /// Everything that a run counts.
@@ -44,7 +45,7 @@ pub(super) struct Record {
     tenants: Vec<TenantRecord>,
     bursts: Bursts,
     gaps: ServiceGaps,
-    /// Of the current step: tokens computed for each tenant, and whether it had requests waiting.
+    /// Of the current step: service of each tenant, and whether it had requests waiting.
     served: Vec<u64>,
     backlogged: Vec<bool>,
     memory: MemoryOverTime,
@@ -60,6 +61,7 @@ impl Record {
             prompt_tokens: 0,
             hit_tokens: 0,
             output_tokens: 0,
+            service: 0,
         };
         Self {
             requests: 0,
@@ -116,9 +118,11 @@ impl Record {
         self.served.fill(0);
     }
 
-    /// Notes tokens that the current step computes for a tenant.
-    pub(super) fn note_service(&mut self, tenant: u32, tokens: u64) {
-        self.served[tenant as usize] += tokens;
+    /// Notes service that the current step gives a tenant, as the scheduler counts it: tokens computed and blocks
+    /// held.
+    pub(super) fn note_service(&mut self, tenant: u32, service: u64) {
+        self.served[tenant as usize] += service;
+        self.tenants[tenant as usize].service += service;
     }
 
     pub(super) fn note_refusal(&mut self, arrival: f64, reason: &'static str) {
@@ -257,6 +261,7 @@ impl Record {
                 "prompt_tokens": tenant.prompt_tokens,
                 "hit_tokens": tenant.hit_tokens,
                 "output_tokens": tenant.output_tokens,
+                "service": tenant.service,
                 "worst_service_gap": self.gaps.worst(number),
                 "latency": tenant.latencies.report(),
             })
