@@ -253,7 +253,8 @@ def command(*arguments: str) -> list[str]:
 
 
 def test_command_serves_prints_its_addresses_and_ends_on_a_signal() -> None:
-    arguments = ("--model", "null", "--port", "0", "--operator-port", "0", "--step-time", "0.001")
+    arguments = ["--model", "null", "--port", "0", "--operator-port", "0", "--step-time", "0.001"]
+    arguments += ["--open-steps", "2"]
     with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         lines = [process.stderr.readline() for _ in range(3)]
@@ -282,6 +283,10 @@ def wait_for(url: str) -> None:
     [
         (["--tenants", "/nowhere.toml"], "cannot read /nowhere.toml"),
         (["--policy", "best"], "--policy is 'best': one of reserve, watermark, forecast is needed"),
+        (
+            ["--model", "null", "--port", "0", "--open-steps", "2", "--host-blocks", "9"],
+            "max_open_steps is 2",
+        ),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1 port 8000"),
         (["--model", "null", "--port", "0", "--max-body", "much"], "--max-body is 'much'"),
     ],
