@@ -1093,6 +1093,7 @@ class Scheduler:
             never preempted; `watermark` and `forecast` overcommit, and take blocks back when they were wrong.
         max_bypass: requests that may pass the head of their tenant's queue while it does not fit.
         max_bypass_steps: steps for which a head may be passed.
+        max_bypass_seconds: seconds for which a head may be passed; whichever limit comes first counts.
         zero_blocks: when a block is listed in `Batch.block_zeros` before its first write.
         overflow: what happens when running sequences have outgrown the pool (not under `reserve`). `swap`:
             tails of the youngest go to the host tier; `recompute`: they give everything back and are computed
@@ -1127,6 +1128,7 @@ class Scheduler:
         policy: Literal["reserve", "watermark", "forecast"] = "reserve",
         max_bypass: int = 64,
         max_bypass_steps: int = 4096,
+        max_bypass_seconds: float = 100.0,
         zero_blocks: Literal["never", "on_tenant_change", "always"] = "on_tenant_change",
         overflow: Literal["auto", "recompute", "swap", "refuse"] = "auto",
         host_blocks: int = 0,

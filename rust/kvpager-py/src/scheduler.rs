@@ -236,7 +236,7 @@ impl PyScheduler {
         max_model_tokens=8192, max_waiting=1024, max_waiting_tokens=None, ageing_steps=1024,
         max_open_steps=1,
         max_prefill_chunk=None, policy="reserve",
-        max_bypass=64, max_bypass_steps=4096, zero_blocks="on_tenant_change", overflow="auto", host_blocks=0,
+        max_bypass=64, max_bypass_steps=4096, max_bypass_seconds=100.0, zero_blocks="on_tenant_change", overflow="auto", host_blocks=0,
         kv_bytes_per_block=2_097_152, link_bytes_per_second=25e9, prefill_tokens_per_second=25e3,
         max_token_gap=1.0))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
@@ -255,6 +255,7 @@ impl PyScheduler {
         policy: &str,
         max_bypass: u32,
         max_bypass_steps: u64,
+        max_bypass_seconds: f64,
         zero_blocks: &str,
         overflow: &str,
         host_blocks: u32,
@@ -277,6 +278,7 @@ impl PyScheduler {
             max_prefill_chunk: max_prefill_chunk.unwrap_or(0),
             max_bypass,
             max_bypass_steps,
+            max_bypass_seconds,
             policy: AdmissionPolicy::from_name(policy).py()?,
             zero_blocks: ZeroBlocks::from_name(zero_blocks).py()?,
             overflow: Overflow::from_name(overflow).py()?,

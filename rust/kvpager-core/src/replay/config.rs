@@ -49,6 +49,8 @@ pub struct ReplayConfig {
     pub max_bypass: u32,
     /// Steps for which a head may be passed.
     pub max_bypass_steps: u64,
+    /// Seconds for which a head may be passed.
+    pub max_bypass_seconds: f64,
     /// What happens when running sequences have outgrown the pool.
     pub overflow: Overflow,
     /// Where swapped blocks go.
@@ -82,7 +84,8 @@ impl ReplayConfig {
             max_model_tokens: 131_072,
             max_prefill_chunk: 0,
             max_bypass: 4096,
-            max_bypass_steps: 5000,
+            max_bypass_steps: u64::MAX,
+            max_bypass_seconds: 100.0,
             overflow: Overflow::Auto,
             host_tier: HostTierConfig::default(),
             max_output_tokens: 4096,

@@ -301,6 +301,7 @@ fn scheduler_config(config: &ReplayConfig, max_waiting: u32) -> SchedulerConfig 
         zero_blocks: ZeroBlocks::Never,
         max_bypass: config.max_bypass,
         max_bypass_steps: config.max_bypass_steps,
+        max_bypass_seconds: config.max_bypass_seconds,
         overflow: config.overflow,
         host_tier: config.host_tier,
         ..SchedulerConfig::default()

@@ -59,14 +59,13 @@ impl Core {
         budget: &mut u32,
         growth: &mut Option<f64>,
     ) -> Result<()> {
-        let step = self.last_step.0;
-        let Some(head) = self.queue.block(tenant, step) else { return Ok(()) };
-        let since = head.blocked_since.unwrap_or(step);
-        let mut allowance = self.config.max_bypass.saturating_sub(head.bypassed);
-        if step - since >= self.config.max_bypass_steps {
-            allowance = 0;
-        }
-        if allowance == 0 {
+        let present = (self.last_step.0, self.now);
+        let Some(head) = self.queue.block(tenant, present) else { return Ok(()) };
+        let (since_step, since) = head.blocked_since.unwrap_or(present);
+        let allowance = self.config.max_bypass.saturating_sub(head.bypassed);
+        let is_over = present.0 - since_step >= self.config.max_bypass_steps
+            || present.1 - since >= self.config.max_bypass_seconds;
+        if allowance == 0 || is_over {
             return Ok(());
         }
         let mut places = std::mem::take(&mut self.places);
@@ -81,7 +80,7 @@ impl Core {
             }
         }
         self.places = places;
-        if let Some(head) = self.queue.block(tenant, step) {
+        if let Some(head) = self.queue.block(tenant, present) {
             head.bypassed += passed;
         }
         Ok(())

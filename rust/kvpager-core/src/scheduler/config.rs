@@ -58,6 +58,8 @@ pub struct SchedulerConfig {
     pub max_bypass: u32,
     /// Steps for which a head may be passed.
     pub max_bypass_steps: u64,
+    /// Seconds for which a head may be passed.
+    pub max_bypass_seconds: f64,
     /// When blocks are zeroed.
     pub zero_blocks: ZeroBlocks,
     /// What happens when running sequences have outgrown the pool.
@@ -80,6 +82,7 @@ impl Default for SchedulerConfig {
             policy: AdmissionPolicy::Reserve,
             max_bypass: 64,
             max_bypass_steps: 4096,
+            max_bypass_seconds: 300.0,
             zero_blocks: ZeroBlocks::OnTenantChange,
             overflow: Overflow::Auto,
             host_tier: HostTierConfig::default(),
@@ -139,6 +142,9 @@ impl SchedulerConfig {
         }
         problems.extend(self.queue.problem());
         problems.extend(self.policy.problem());
+        if self.max_bypass_seconds.is_nan() {
+            problems.push("max_bypass_seconds is NaN, must be a number".to_owned());
+        }
         problems.extend(self.host_tier.problems());
         if self.overflow == Overflow::Swap && self.host_tier.num_blocks == 0 {
             problems.push("overflow is swap and the host tier has 0 blocks".to_owned());

@@ -140,11 +140,11 @@ impl Queue {
     }
 
     /// The head did not fit: its tenant waits for a change. Returns the head, to note who passes it.
-    pub(super) fn block(&mut self, tenant: usize, step: u64) -> Option<&mut WaitingRequest> {
+    pub(super) fn block(&mut self, tenant: usize, present: (u64, f64)) -> Option<&mut WaitingRequest> {
         let queue = &mut self.tenants[tenant];
         queue.blocked_at = Some(self.changes);
         let mut head = queue.waiting.first_entry()?;
-        head.get_mut().blocked_since.get_or_insert(step);
+        head.get_mut().blocked_since.get_or_insert(present);
         Some(head.into_mut())
     }
 

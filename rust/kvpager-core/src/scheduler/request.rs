@@ -212,8 +212,8 @@ pub(super) struct WaitingRequest {
     pub(super) progress: Progress,
     /// Requests that passed it while it was the head and did not fit.
     pub(super) bypassed: u32,
-    /// Step in which it first did not fit as the head.
-    pub(super) blocked_since: Option<u64>,
+    /// Step and time at which it first did not fit as the head.
+    pub(super) blocked_since: Option<(u64, f64)>,
 }
 
 impl WaitingRequest {
