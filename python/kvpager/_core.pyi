@@ -1128,14 +1128,14 @@ class Scheduler:
         policy: Literal["reserve", "watermark", "forecast"] = "reserve",
         max_bypass: int = 64,
         max_bypass_steps: int = 4096,
-        max_bypass_seconds: float = 100.0,
+        max_bypass_seconds: float = 300.0,
         zero_blocks: Literal["never", "on_tenant_change", "always"] = "on_tenant_change",
         overflow: Literal["auto", "recompute", "swap", "refuse"] = "auto",
         host_blocks: int = 0,
         kv_bytes_per_block: int = 2_097_152,
         link_bytes_per_second: float = 25e9,
         prefill_tokens_per_second: float = 25e3,
-        max_token_gap: float = 1.0,
+        max_token_gap: float = 1.4,
     ) -> Self: ...
     def add_tenant(
         self,

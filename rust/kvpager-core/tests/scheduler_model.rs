@@ -48,7 +48,11 @@ fn policy() -> impl Strategy<Value = AdmissionPolicy> {
         Just(AdmissionPolicy::Reserve),
         Just(AdmissionPolicy::Watermark { free_share: 0.0 }),
         Just(AdmissionPolicy::Watermark { free_share: 0.1 }),
-        Just(AdmissionPolicy::Forecast(ForecastConfig { free_share: 0.0, deviations: 0.001 })),
+        Just(AdmissionPolicy::Forecast(ForecastConfig {
+            free_share: 0.0,
+            deviations: 0.001,
+            growth_spread: 0.0
+        })),
         Just(AdmissionPolicy::Forecast(ForecastConfig::default())),
     ]
 }

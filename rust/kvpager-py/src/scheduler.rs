@@ -236,9 +236,10 @@ impl PyScheduler {
         max_model_tokens=8192, max_waiting=1024, max_waiting_tokens=None, ageing_steps=1024,
         max_open_steps=1,
         max_prefill_chunk=None, policy="reserve",
-        max_bypass=64, max_bypass_steps=4096, max_bypass_seconds=100.0, zero_blocks="on_tenant_change", overflow="auto", host_blocks=0,
+        max_bypass=64, max_bypass_steps=4096, max_bypass_seconds=300.0, zero_blocks="on_tenant_change",
+        overflow="auto", host_blocks=0,
         kv_bytes_per_block=2_097_152, link_bytes_per_second=25e9, prefill_tokens_per_second=25e3,
-        max_token_gap=1.0))]
+        max_token_gap=1.4))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
         pool: &PyBlockPool,

@@ -85,7 +85,7 @@ impl ReplayConfig {
             max_prefill_chunk: 0,
             max_bypass: 4096,
             max_bypass_steps: u64::MAX,
-            max_bypass_seconds: 100.0,
+            max_bypass_seconds: 300.0,
             overflow: Overflow::Auto,
             host_tier: HostTierConfig::default(),
             max_output_tokens: 4096,

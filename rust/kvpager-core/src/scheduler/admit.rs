@@ -4,7 +4,7 @@ use super::core::Core;
 use super::inbox::Inbox;
 use super::limits::note_admission;
 use super::phases::Phase;
-use super::policy::{AdmissionRequest, AdmissionRoom};
+use super::policy::{AdmissionRequest, AdmissionRoom, Trajectory};
 use super::queue::Place;
 use super::request::{FinishReason, WaitingRequest};
 use super::scopes::{look_up, peek};
@@ -15,12 +15,17 @@ use crate::{Error, Result};
 
 /// Requests behind a blocked head that are looked at.
 const BYPASS_DEPTH: usize = 64;
+/// Steps between two looks at how far the running sequences have got.
+const REFRESH_STEPS: u64 = 32;
 
 impl Core {
     /// Admits until the budget, the running places or the room are used up.
     pub(super) fn admit(&mut self, inbox: &Inbox, budget: &mut u32) -> Result<()> {
         let mut growth = None;
         self.free_paused_row()?;
+        if self.has_place(*budget) && self.queue.next_tenant().is_some() {
+            self.refresh_forecast();
+        }
         while self.has_place(*budget) {
             let Some(tenant) = self.queue.next_tenant() else { break };
             let Some(head) = self.queue.head(tenant) else { break };
@@ -57,7 +62,7 @@ impl Core {
         tenant: usize,
         inbox: &Inbox,
         budget: &mut u32,
-        growth: &mut Option<f64>,
+        growth: &mut Option<Trajectory>,
     ) -> Result<()> {
         let present = (self.last_step.0, self.now);
         let Some(head) = self.queue.block(tenant, present) else { return Ok(()) };
@@ -93,7 +98,7 @@ impl Core {
         place: Place,
         inbox: &Inbox,
         budget: &mut u32,
-        growth: &mut Option<f64>,
+        growth: &mut Option<Trajectory>,
     ) -> Result<bool> {
         loop {
             match self.try_promise(tenant, place, inbox, budget, growth)? {
@@ -115,14 +120,13 @@ impl Core {
         place: Place,
         inbox: &Inbox,
         budget: &mut u32,
-        growth: &mut Option<f64>,
+        growth: &mut Option<Trajectory>,
     ) -> Result<std::result::Result<(), Error>> {
         let Some(waiting) = self.queue.get(tenant, place) else { return Ok(Err(nothing_there())) };
         let request = &waiting.request;
         self.scratch.clear();
         self.phases.lap(Phase::Admission);
-        let own_growth = self.expected_growth(waiting);
-        if let Some(short) = self.surely_short(waiting, own_growth, growth)? {
+        if let Some(short) = self.surely_short(waiting, growth)? {
             self.phases.lap(Phase::LookUp);
             return Ok(Err(short));
         }
@@ -143,7 +147,7 @@ impl Core {
             self.queue.note_share_wait(tenant, place);
             return Ok(Err(nothing_there()));
         }
-        let reservation = match self.promise(waiting, self.scratch.len(), own_growth, growth)? {
+        let reservation = match self.promise(waiting, self.scratch.len(), growth)? {
             Ok(reservation) => reservation,
             Err(short) => return Ok(Err(short)),
         };
@@ -151,7 +155,9 @@ impl Core {
         let Some(row) = self.tables.take_row() else { return Ok(Err(nothing_there())) };
         let Some(waiting) = self.queue.pop(tenant, place) else { return Ok(Err(nothing_there())) };
         note_admission(&waiting, &inbox.places, self.last_step.0);
-        *growth = growth.map(|running| running + own_growth);
+        if let Some(growth) = growth {
+            self.add_growth(growth, &waiting);
+        }
         let sequence = self.start(waiting, pin, reservation, row);
         let position = self.insert_running(sequence);
         self.plan_chunk(position, budget)?;
@@ -163,14 +169,13 @@ impl Core {
     fn surely_short(
         &self,
         waiting: &WaitingRequest,
-        own_growth: f64,
-        growth: &mut Option<f64>,
+        growth: &mut Option<Trajectory>,
     ) -> Result<Option<Error>> {
-        if self.promise(waiting, 0, own_growth, growth)?.is_ok() {
+        if self.promise(waiting, 0, growth)?.is_ok() {
             return Ok(None);
         }
         let found = peek(self.index.as_ref(), &waiting.request)?;
-        Ok(self.promise(waiting, found, own_growth, growth)?.err())
+        Ok(self.promise(waiting, found, growth)?.err())
     }
 
     /// Reserves what a request needs that has its first `num_found` blocks; the error says what is short.
@@ -178,8 +183,7 @@ impl Core {
         &self,
         waiting: &WaitingRequest,
         num_found: usize,
-        own_growth: f64,
-        growth: &mut Option<f64>,
+        growth: &mut Option<Trajectory>,
     ) -> Result<std::result::Result<Reservation, Error>> {
         let request = &waiting.request;
         let asked = AdmissionRequest {
@@ -190,14 +194,15 @@ impl Core {
         };
         let need = self.config.policy.blocks_to_reserve(&self.config, asked);
         if self.config.policy.overcommits() && !(self.running.is_empty() && self.parked.is_empty()) {
-            let running = *growth.get_or_insert_with(|| self.growth_of_running());
+            let mut with_request = *growth.get_or_insert_with(|| self.growth_of_running());
+            self.add_growth(&mut with_request, waiting);
             let stats = self.pool.stats();
             let room = AdmissionRoom {
                 uncommitted_blocks: stats.capacity - stats.held - stats.reserved - stats.quarantined,
                 capacity_blocks: stats.capacity,
-                remaining_squared: running + own_growth,
+                growth: with_request,
             };
-            let leave = self.config.policy.blocks_to_leave(&self.config, room);
+            let leave = self.config.policy.blocks_to_leave(room);
             if u64::from(need) + leave + self.held_back() > room.uncommitted_blocks {
                 return Ok(Err(Error::OutOfBlocks {
                     needed: u64::from(need) + leave,
@@ -221,6 +226,7 @@ impl Core {
         reservation: Reservation,
         row: u32,
     ) -> Sequence {
+        let known_age = waiting.num_outputs();
         let pinned = self.scratch.len() as u32;
         let matched_tokens = pinned * self.config.block_size;
         for block in &self.scratch {
@@ -242,6 +248,7 @@ impl Core {
         sequence.num_computed = matched_tokens;
         sequence.num_indexed = pinned;
         sequence.pin = pin;
+        sequence.known_age = known_age;
         sequence.resumed_at = self.now;
         sequence.progress = waiting.progress;
         sequence
@@ -253,25 +260,42 @@ impl Core {
         u64::from(self.owed) + parked.sum::<u64>()
     }
 
-    /// Expected square of what a waiting request will output, if the policy asks for it.
-    fn expected_growth(&self, waiting: &WaitingRequest) -> f64 {
-        if !self.config.policy.forecasts() {
-            return 0.0;
+    /// Adds a waiting request to a forecast.
+    fn add_growth(&self, growth: &mut Trajectory, waiting: &WaitingRequest) {
+        if self.config.policy.forecasts() {
+            let held = self.config.blocks_for(waiting.request.prompt.len() as u32) as f32;
+            let age = waiting.num_outputs();
+            let most = waiting.request.max_tokens - age;
+            growth.add(&self.lengths, held, age, most, self.config.block_size as f32);
         }
-        let age = waiting.num_outputs();
-        self.lengths.remaining_squared(age, waiting.request.max_tokens - age)
     }
 
-    /// The same, summed over the running sequences.
-    fn growth_of_running(&self) -> f64 {
-        if !self.config.policy.forecasts() {
-            return 0.0;
+    /// What the sequences that run will grow by.
+    fn growth_of_running(&self) -> Trajectory {
+        let mut growth = Trajectory::default();
+        if self.config.policy.forecasts() {
+            for sequence in self.running.iter().chain(&self.parked) {
+                let age = sequence.num_outputs();
+                let held = sequence.tokens.len() as f32 / self.config.block_size as f32;
+                let most = sequence.request.max_tokens - age;
+                growth.add(&self.lengths, held, age, most, self.config.block_size as f32);
+            }
         }
-        let of = |sequence: &Sequence| {
+        growth
+    }
+
+    /// Teaches the forecast how far the running sequences have got, and works it out again.
+    pub(super) fn refresh_forecast(&mut self) {
+        if !self.config.policy.forecasts() || self.last_step.0 < self.refreshed_at + REFRESH_STEPS {
+            return;
+        }
+        self.refreshed_at = self.last_step.0;
+        for sequence in self.running.iter_mut().chain(&mut self.parked) {
             let age = sequence.num_outputs();
-            self.lengths.remaining_squared(age, sequence.request.max_tokens - age)
-        };
-        self.running.iter().chain(&self.parked).map(of).sum()
+            self.lengths.expose(std::mem::replace(&mut sequence.known_age, age), age);
+        }
+        let ages = self.running.iter().chain(&self.parked).map(Sequence::num_outputs);
+        self.lengths.rebuild(ages);
     }
 }
 

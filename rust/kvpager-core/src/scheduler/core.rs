@@ -93,6 +93,8 @@ pub(super) struct Core {
     pub(super) places: Vec<Place>,
     /// What `forecast` has learned.
     pub(super) lengths: OutputLengths,
+    /// Step in which the forecast was last worked out.
+    pub(super) refreshed_at: u64,
     pub(super) phases: Phases,
     pub(super) computed_tokens: u64,
     pub(super) recomputed_tokens: u64,
@@ -147,6 +149,7 @@ impl Core {
             zeros: Vec::new(),
             places: Vec::new(),
             lengths: OutputLengths::default(),
+            refreshed_at: 0,
             phases: Phases::default(),
             computed_tokens: 0,
             recomputed_tokens: 0,
@@ -220,6 +223,7 @@ impl Core {
     ) -> Result<FinishedRequest> {
         inbox.end_id(sequence.id);
         if matches!(reason, FinishReason::Stop | FinishReason::Length) {
+            self.lengths.expose(sequence.known_age, sequence.num_outputs());
             self.lengths.learn(sequence.num_outputs());
         }
         self.deadlines.remove(sequence.id, sequence.request.deadline, sequence.progress.arrival());

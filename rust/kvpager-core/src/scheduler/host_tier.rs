@@ -65,7 +65,7 @@ impl Default for HostTierConfig {
             bytes_per_block: 2 << 20,
             link_bytes_per_second: 25e9,
             prefill_tokens_per_second: 25e3,
-            max_token_gap: 1.0,
+            max_token_gap: 1.4,
         }
     }
 }

@@ -43,7 +43,7 @@ pub use host_tier::{HostTierConfig, Overflow};
 pub use lifecycle::CacheReset;
 pub use limits::QueueLimits;
 pub use phases::{Phase, PhaseSpan, PhaseTimes};
-pub use policy::{AdmissionPolicy, AdmissionRequest, AdmissionRoom, ForecastConfig, OutputLengths};
+pub use policy::{AdmissionPolicy, AdmissionRequest, AdmissionRoom, ForecastConfig, Trajectory};
 pub use request::{Deadline, FinishReason, FinishedRequest, Request};
 pub use scopes::{Sharing, TenantScope};
 pub use tenant::Tenant;

@@ -82,17 +82,21 @@ impl Core {
         let mut position = 0;
         while position < self.running.len() {
             let sequence = &mut self.running[position];
+            let id = sequence.id;
             if sequence.is_special() {
                 num_prefills += u32::from(self.plan_special(position, &mut budget)?);
             } else if sequence.remaining() != 1 {
                 num_prefills += 1;
-            } else if sequence.num_computed < sequence.blocks.len() as u32 * block_size
-                || self.grow_or_preempt(position, 1)?
-            {
+            } else if sequence.num_computed < sequence.blocks.len() as u32 * block_size {
+                sequence.num_planned = 1;
+                budget -= 1;
+            } else if self.grow_or_preempt(position, 1)? {
+                position = self.position_of(id, position);
                 self.running[position].num_planned = 1;
                 budget -= 1;
             }
-            position += 1;
+            // Whoever gave blocks for it may have stood before it.
+            position = self.position_of(id, position) + 1;
         }
         for position in 0..self.running.len() {
             if num_prefills == 0 || budget == 0 {
@@ -105,7 +109,7 @@ impl Core {
             }
         }
         self.phases.lap(Phase::Growth);
-        if self.num_preemptions == before && self.coming.is_empty() {
+        if self.num_preemptions == before && self.coming.is_empty() && self.parked.is_empty() {
             self.admit(inbox, &mut budget)?;
         }
         self.phases.lap(Phase::Admission);
@@ -122,9 +126,11 @@ impl Core {
         if sequence.remaining() != 1 {
             return Ok(true);
         }
+        let id = sequence.id;
         let left = (self.running.len() - position - 1) as u32;
         let num_drafts = self.plan_drafts(position, *budget, left)?;
         if num_drafts > 0 || self.grow_or_preempt(position, 1)? {
+            let position = self.position_of(id, position);
             self.running[position].num_planned = 1 + num_drafts;
             *budget -= 1 + num_drafts;
         }

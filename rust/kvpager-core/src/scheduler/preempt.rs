@@ -33,6 +33,10 @@ enum Victim {
     Running(usize),
 }
 
+/// Who gives first: of the tenant most above its guarantee, who is parked in part, who has run for a while since its
+/// last return, who was a victim before, and then the one with most blocks, or, to be computed again, the youngest.
+type Rank = (u64, bool, bool, bool, u64);
+
 /// What asking for room came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Room {
@@ -47,7 +51,7 @@ pub(super) enum Room {
 impl Core {
     /// Gives a running sequence room for `num_tokens` more positions, if need be by preempting others. False:
     /// it has to stall.
-    pub(super) fn grow_or_preempt(&mut self, position: usize, num_tokens: u32) -> Result<bool> {
+    pub(super) fn grow_or_preempt(&mut self, mut position: usize, num_tokens: u32) -> Result<bool> {
         let end = self.running[position].frontier() + num_tokens;
         loop {
             let short = match self.grow(position, end)? {
@@ -71,7 +75,10 @@ impl Core {
                 short: &short,
                 residency: None,
             };
-            match self.make_room(&asker, missing)? {
+            let id = asker.id;
+            let room = self.make_room(&asker, missing)?;
+            position = self.position_of(id, position);
+            match room {
                 Room::Now => {}
                 Room::Later => return Ok(false),
                 Room::None => {
@@ -87,15 +94,29 @@ impl Core {
         }
     }
 
+    /// Where a running sequence is now that was at `position` before others were taken out.
+    pub(super) fn position_of(&self, id: SequenceId, position: usize) -> usize {
+        match self.running.get(position) {
+            Some(sequence) if sequence.id == id => position,
+            _ => self.running.partition_point(|sequence| sequence.id < id),
+        }
+    }
+
     /// Takes `num_blocks` blocks from victims, unless as many are on their way already.
     pub(super) fn make_room(&mut self, asker: &Asker<'_>, num_blocks: u32) -> Result<Room> {
         let mut answer = Room::None;
+        let tail = num_blocks.max(MIN_TAIL_BLOCKS);
         while !self.promise_coming(asker, num_blocks) {
-            let Some(victim) = self.victim(asker)? else { return Ok(answer) };
-            answer = self.take_from(victim, num_blocks)?;
-            if answer == Room::Now {
-                return Ok(answer);
+            if let Some(victim) = self.victim(asker, true)?
+                && self.swaps_rather(victim, tail)?
+                && self.park(victim, tail)?
+            {
+                answer = Room::Later;
+                continue;
             }
+            let Some(victim) = self.victim(asker, false)? else { return Ok(answer) };
+            self.drop_victim(victim)?;
+            return Ok(Room::Now);
         }
         Ok(Room::Later)
     }
@@ -117,27 +138,25 @@ impl Core {
         true
     }
 
-    /// The youngest sequence, of the tenant most above its guarantee, that may be a victim; parked ones first.
-    fn victim(&self, asker: &Asker<'_>) -> Result<Option<Victim>> {
-        let forced = self.oldest() == Some(asker.id);
-        let mut best: Option<(u64, Victim)> = None;
+    /// Who gives blocks next: to the host tier, where age does not count, or everything.
+    fn victim(&self, asker: &Asker<'_>, swaps: bool) -> Result<Option<Victim>> {
+        let oldest = self.oldest();
+        let forced = oldest == Some(asker.id);
+        let spared = [Some(asker.id), oldest, self.called.filter(|_| !forced)];
+        let mut best: Option<(Rank, Victim)> = None;
         for (position, sequence) in self.running.iter().enumerate() {
-            let eligible = match asker.residency {
-                Some(seconds) if !forced => {
-                    sequence.has_sampled && self.now - sequence.resumed_at >= seconds && position > 0
-                }
-                _ => sequence.id > asker.id && (forced || sequence.has_sampled),
-            };
-            let is_idle = sequence.in_flight == 0 && !self.has_moved(sequence);
-            if eligible && sequence.id != asker.id && is_idle {
-                self.consider(Victim::Running(position), asker, forced, &mut best)?;
+            let is_due = asker.residency.is_none_or(|seconds| self.now - sequence.resumed_at >= seconds);
+            let eligible = forced || sequence.has_sampled && is_due && (swaps || sequence.id > asker.id);
+            let is_planned = sequence.num_planned > 0 && sequence.is_special();
+            let is_idle = sequence.in_flight == 0 && !is_planned && !self.has_moved(sequence);
+            if eligible && is_idle && !spared.contains(&Some(sequence.id)) {
+                self.consider(Victim::Running(position), asker, swaps, &mut best)?;
             }
         }
         for position in 0..self.parked.len() {
             let sequence = &self.parked[position];
-            let spared = [Some(asker.id), self.oldest(), self.called.filter(|_| !forced)];
             if !sequence.blocks.is_empty() && !spared.contains(&Some(sequence.id)) {
-                self.consider(Victim::Parked(position), asker, forced, &mut best)?;
+                self.consider(Victim::Parked(position), asker, swaps, &mut best)?;
             }
         }
         Ok(best.map(|(_, victim)| victim))
@@ -148,14 +167,15 @@ impl Core {
         &self,
         victim: Victim,
         asker: &Asker<'_>,
-        forced: bool,
-        best: &mut Option<(u64, Victim)>,
+        swaps: bool,
+        best: &mut Option<(Rank, Victim)>,
     ) -> Result<()> {
         let sequence = self.of(victim);
         let tenant = &sequence.request.tenant;
         let above = if tenant.index == asker.tenant {
             u64::MAX
         } else {
+            let forced = self.oldest() == Some(asker.id);
             let is_protected = !forced && self.is_oldest_of_tenant(sequence);
             if matches!(asker.short, Error::OverQuota { .. }) || is_protected {
                 return Ok(());
@@ -163,8 +183,12 @@ impl Core {
             let account = self.pool.account_stats(tenant.account)?;
             account.committed.saturating_sub(account.guaranteed)
         };
-        if above > 0 && best.is_none_or(|(most, _)| above >= most) {
-            *best = Some((above, victim));
+        let was_victim = sequence.progress.preemptions > 0;
+        let rested = self.now - sequence.resumed_at >= 0.5;
+        let merit = if swaps { sequence.blocks.len() as u64 } else { sequence.id.0 };
+        let rank = (above, sequence.parked.is_some(), swaps && rested, swaps && was_victim, merit);
+        if above > 0 && best.is_none_or(|(most, _)| rank > most) {
+            *best = Some((rank, victim));
         }
         Ok(())
     }
@@ -194,32 +218,38 @@ impl Core {
         self.swaps.moved.contains(&sequence.id) || self.copies.concern(sequence.id)
     }
 
-    /// Takes blocks from a victim by whatever the configuration or the estimated cost says.
-    fn take_from(&mut self, victim: Victim, num_blocks: u32) -> Result<Room> {
-        let tail = num_blocks.max(MIN_TAIL_BLOCKS).min(self.of(victim).blocks.len() as u32);
-        if self.swaps_rather(victim, tail)? && self.park(victim, tail)? {
-            return Ok(Room::Later);
-        }
-        let mut sequence = match victim {
+    fn remove(&mut self, victim: Victim) -> Sequence {
+        match victim {
             Victim::Parked(position) => self.parked.remove(position),
-            Victim::Running(position) => self.running.remove(position),
-        };
+            Victim::Running(position) => {
+                let mut sequence = self.running.remove(position);
+                // What this step had planned of it does not run.
+                sequence.num_planned = 0;
+                sequence
+            }
+        }
+    }
+
+    /// Takes everything from a victim.
+    fn drop_victim(&mut self, victim: Victim) -> Result<()> {
+        let mut sequence = self.remove(victim);
         if self.config.overflow == Overflow::Refuse {
             sequence.ending = Some(FinishReason::Capacity);
         }
-        self.preempt(sequence)?;
-        Ok(Room::Now)
+        self.preempt(sequence)
     }
 
     /// Whether moving the tail out and back costs less than computing the victim again.
     fn swaps_rather(&self, victim: Victim, tail: u32) -> Result<bool> {
         let Some(host) = &self.host else { return Ok(false) };
         let sequence = self.of(victim);
+        let tail = tail.min(sequence.blocks.len() as u32);
         let costs_less = match self.config.overflow {
             Overflow::Recompute | Overflow::Refuse => return Ok(false),
             Overflow::Swap => true,
             Overflow::Auto => {
-                2.0 * host.config.swap_seconds(tail) <= host.config.recompute_seconds(sequence.num_computed)
+                let tokens = tail * self.config.block_size;
+                2.0 * host.config.swap_seconds(tail) <= host.config.recompute_seconds(tokens)
             }
         };
         Ok(costs_less && host.has_room(sequence.request.tenant.index, tail)?)
@@ -227,10 +257,8 @@ impl Core {
 
     /// Moves a tail of the victim out. False, and nothing has changed, if that cannot be.
     fn park(&mut self, victim: Victim, tail: u32) -> Result<bool> {
-        let mut sequence = match victim {
-            Victim::Parked(position) => self.parked.remove(position),
-            Victim::Running(position) => self.running.remove(position),
-        };
+        let tail = tail.min(self.of(victim).blocks.len() as u32);
+        let mut sequence = self.remove(victim);
         let account = sequence.request.tenant.account;
         let done = self.swap_out(&mut sequence, tail)?;
         if done && matches!(victim, Victim::Running(_)) {

@@ -7,6 +7,7 @@
 
 use super::core::Core;
 use super::preempt::{Asker, Room};
+use super::swap::MIN_TAIL_BLOCKS;
 use crate::{Error, Result};
 
 /// Share of time that rotation may copy for.
@@ -15,6 +16,8 @@ const SHARE: f64 = 0.02;
 const BURST: f64 = 20.0;
 /// Share of `max_token_gap` for which a sequence that came back is left alone.
 const RESIDENCY: f64 = 0.6;
+/// Share of the pool that stays free after a return that is not due.
+const RETURN_SHARE: f64 = 0.03;
 
 /// The token bucket, and the pace of the steps.
 #[derive(Debug)]
@@ -83,7 +86,7 @@ impl Core {
 
     /// Blocks that stay free after a return that is not due.
     fn return_slack(&self) -> u32 {
-        MARGIN_BLOCKS + self.running.len() as u32
+        MIN_TAIL_BLOCKS.max((RETURN_SHARE * f64::from(self.pool.num_blocks())) as u32)
     }
 
     /// Blocks of the pool that nobody has or is promised.
@@ -134,6 +137,3 @@ impl Core {
         Ok(())
     }
 }
-
-/// See [`Core::return_slack`].
-const MARGIN_BLOCKS: u32 = 32;

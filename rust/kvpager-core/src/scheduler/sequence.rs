@@ -49,6 +49,8 @@ pub(super) struct Sequence {
     pub(super) row: u32,
     /// Its tail on the host, if it was taken back.
     pub(super) parked: Option<Box<Parked>>,
+    /// Tokens of its output that the forecast knows of.
+    pub(super) known_age: u32,
     /// When it last came back.
     pub(super) resumed_at: f64,
     /// Set when the sequence has ended and waits for its removal, which no open step may see.
@@ -88,6 +90,7 @@ impl Sequence {
             reservation,
             row,
             parked: None,
+            known_age: 0,
             resumed_at: 0.0,
             ending: None,
             has_sampled: false,

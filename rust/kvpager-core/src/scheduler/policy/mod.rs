@@ -5,10 +5,14 @@
 //! will fit; when they are wrong, the scheduler preempts (see `preempt.rs`).
 
 mod forecast;
+mod peak;
 mod reserve;
+mod survival;
 mod watermark;
 
-pub use forecast::{ForecastConfig, OutputLengths};
+pub use forecast::ForecastConfig;
+pub use peak::Trajectory;
+pub(super) use survival::OutputLengths;
 
 use super::config::SchedulerConfig;
 use crate::{Error, Result};
@@ -47,9 +51,8 @@ pub struct AdmissionRoom {
     pub uncommitted_blocks: u64,
     /// Blocks of the pool.
     pub capacity_blocks: u64,
-    /// Sum over the running sequences and the candidate of the expected square of the remaining output, in
-    /// tokens; 0 for policies that do not forecast.
-    pub remaining_squared: f64,
+    /// How the running sequences and the candidate will grow and end; empty for policies that do not forecast.
+    pub growth: Trajectory,
 }
 
 impl AdmissionPolicy {
@@ -84,7 +87,7 @@ impl AdmissionPolicy {
         !matches!(self, Self::Reserve)
     }
 
-    /// Whether the policy needs [`AdmissionRoom::remaining_squared`].
+    /// Whether the policy needs [`AdmissionRoom::growth`].
     #[must_use]
     pub const fn forecasts(self) -> bool {
         matches!(self, Self::Forecast(_))
@@ -103,11 +106,11 @@ impl AdmissionPolicy {
 
     /// Blocks that must stay uncommitted after the request took `blocks_to_reserve`.
     #[must_use]
-    pub fn blocks_to_leave(self, config: &SchedulerConfig, room: AdmissionRoom) -> u64 {
+    pub fn blocks_to_leave(self, room: AdmissionRoom) -> u64 {
         match self {
             Self::Reserve => 0,
             Self::Watermark { free_share } => watermark::blocks_to_leave(free_share, room),
-            Self::Forecast(forecast) => forecast.blocks_to_leave(config.block_size, room),
+            Self::Forecast(forecast) => forecast.blocks_to_leave(&room),
         }
     }
 

@@ -1,0 +1,76 @@
+//! The memory that a batch will need: mean and spread at each horizon, and the peak of both.
+
+use super::survival::{HORIZONS, NUM_HORIZONS, OutputLengths};
+
+/// Blocks that a set of sequences will hold, over those that they hold now.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Trajectory {
+    mean: [f32; NUM_HORIZONS],
+    variance: [f32; NUM_HORIZONS],
+    held: f32,
+    /// Sum of the expected squares of what each takes more.
+    squares: f32,
+}
+
+impl Trajectory {
+    /// Adds a sequence that holds `held` blocks, has output `age` tokens and may output `most` more.
+    pub(in crate::scheduler) fn add(
+        &mut self,
+        lengths: &OutputLengths,
+        held: f32,
+        age: u32,
+        most: u32,
+        block_size: f32,
+    ) {
+        let survival = lengths.survival(age);
+        let most = most as f32;
+        for k in 0..NUM_HORIZONS {
+            let goes_on = if HORIZONS[k] < most { survival[k] } else { 0.0 };
+            let blocks = held + HORIZONS[k] / block_size;
+            self.mean[k] += blocks * goes_on;
+            self.variance[k] += blocks * blocks * goes_on * (1.0 - goes_on);
+        }
+        self.held += held;
+        self.squares += lengths.squares(age).min(most * most) / (block_size * block_size);
+    }
+
+    /// Most blocks that the set takes beyond those of now, at so many standard deviations above the mean; at least
+    /// 0.
+    #[must_use]
+    pub fn peak_growth(&self, deviations: f32) -> f32 {
+        let at = |k: usize| self.mean[k] + deviations * self.variance[k].sqrt() - self.held;
+        (0..NUM_HORIZONS).map(at).fold(0.0, f32::max)
+    }
+
+    /// Root of the summed expected squares of what each takes more.
+    #[must_use]
+    pub fn spread(&self) -> f32 {
+        self.squares.sqrt()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_surely_goes_on_grows_and_what_may_not_does_not() {
+        let lengths = OutputLengths::default();
+        let mut sure = Trajectory::default();
+        // 100 tokens at most: beyond that horizon it has ended.
+        sure.add(&lengths, 10.0, 0, 100, 16.0);
+        let growth = sure.peak_growth(0.0);
+        assert!((0.0..=100.0 / 16.0).contains(&growth), "{growth}");
+        assert_eq!(Trajectory::default().peak_growth(3.0), 0.0);
+    }
+
+    #[test]
+    fn the_margin_of_many_is_less_than_the_sum_of_margins() {
+        let lengths = OutputLengths::default();
+        let (mut one, mut hundred) = (Trajectory::default(), Trajectory::default());
+        one.add(&lengths, 50.0, 500, 16384, 16.0);
+        (0..100).for_each(|_| hundred.add(&lengths, 50.0, 500, 16384, 16.0));
+        assert!(hundred.spread() < 11.0 * one.spread());
+        assert!(hundred.peak_growth(1.0) < 100.0 * one.peak_growth(1.0));
+    }
+}
