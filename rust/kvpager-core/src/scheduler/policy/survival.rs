@@ -120,7 +120,7 @@ impl OutputLengths {
 
     /// Works the rates out again. `running` are the ages of the sequences that have not ended.
     pub(in crate::scheduler) fn rebuild(&mut self, running: impl Iterator<Item = u32>) {
-        let mut at_risk = vec![0u32; NUM_BINS];
+        let mut at_risk = [0u32; NUM_BINS];
         for age in running {
             at_risk[bin_of(age)] += 1;
         }
@@ -134,8 +134,8 @@ impl OutputLengths {
             rates[bin] = (ends + prior / first.max(PRIOR_TOKENS)) / (tokens + prior);
             beyond += ends + censored;
         }
-        for bin in 0..NUM_BINS {
-            self.hazard[bin + 1] = self.hazard[bin] + rates[bin] * self.width(bin);
+        for (bin, rate) in rates.iter().enumerate() {
+            self.hazard[bin + 1] = self.hazard[bin] + rate * self.width(bin);
         }
         let scale = (DRIFT_ENDS / self.expected_ends.max(DRIFT_ENDS)).min(1.0);
         self.seen_ends *= scale;
