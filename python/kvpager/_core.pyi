@@ -886,6 +886,12 @@ class FinishedRequest:
     def request_id(self) -> int:
         """What `submit` returned."""
     @property
+    def sequence_id(self) -> int:
+        """Its id in batches: `request_id + branch`."""
+    @property
+    def branch(self) -> int:
+        """Which of the request's `n` samples it is."""
+    @property
     def tenant(self) -> Tenant:
         """Its tenant."""
     @property
@@ -1196,6 +1202,7 @@ class Scheduler:
         deadline_seconds: float | None = None,
         salt: bytes | None = None,
         items: Sequence[tuple[int, bytes]] | None = None,
+        n: int = 1,
     ) -> int:
         """Accepts a request and returns its id; it runs in a later step. From any thread.
 
@@ -1209,6 +1216,9 @@ class Scheduler:
             reuse: whether it looks prefixes up and leaves its own blocks in the index.
             deadline_steps: steps after its arrival in which it may run; then it ends, reason `deadline`.
             deadline_seconds: the same in seconds, on the clock of `step`.
+            n: sequences that go on from the prompt, with the ids from the returned one on. The prompt is
+                computed once; the step that ends it lists its last row n times in `sample_rows`, and `commit`
+                brings n tokens for it. What all need is promised at admission, or nothing.
             salt: 1 to 256 bytes of the client that narrow reuse to this tenant's requests with the same ones
                 (and to public prefixes). It can never widen it.
             items: (offset, digest) of each image, embedding or the like inside the prompt, in order of
@@ -1264,6 +1274,27 @@ class Scheduler:
             WrongStateError: if it does not run or is in an open step.
             RefusedError: if there are too few running places, or the scheduler is being drained.
             OutOfBlocksError: if what the policy promises to them is not there (or OverQuotaError).
+        """
+    def reorder(
+        self,
+        sequence_ids: NDArray[np.integer] | Sequence[int],
+        parents: NDArray[np.integer] | Sequence[int],
+        tokens: NDArray[np.integer] | Sequence[int],
+    ) -> None:
+        """Lets beams go on from each other, all in one call between two steps.
+
+        Sequence `sequence_ids[i]` takes over what `parents[i]` has computed and goes on with `tokens[i]`,
+        which replaces the token that `commit` brought last. Blocks are shared, nothing is computed again.
+
+        Args:
+            sequence_ids: [k] running sequences of one tenant, prompt, limit and length, each named once.
+            parents: [k] likewise, each as often as it is wanted.
+            tokens: [k] token ids.
+
+        Raises:
+            InvalidArgumentError: for arrays that do not fit together, or sequences that differ.
+            WrongStateError: if a step is open, or one of them does not run (under `reserve` nothing is
+                preempted). Nothing has changed then.
         """
     def propose(
         self,

@@ -73,3 +73,26 @@ def test_a_fork_shares_blocks_and_its_first_write_copies() -> None:
     while scheduler.has_work():
         ended += commit_samples(scheduler, scheduler.step()).finished
     assert [(end.request_id, end.output_tokens) for end in ended] == [(request, 4), (child, 4)]
+
+
+def test_samples_share_their_prompt_and_have_ids_in_a_row() -> None:
+    pool, scheduler = make()
+    tenant = scheduler.add_tenant("alice")
+    request = scheduler.submit(tenant, range(6), max_tokens=3, n=3)
+    batch = scheduler.step()
+    assert (batch.sequence_ids.tolist(), batch.sample_rows.tolist()) == ([request], [5, 5, 5])
+    scheduler.commit(batch.step_id, [0, 3], [11, 12, 13])
+    assert pool.stats().held == 2
+    batch = scheduler.step()
+    assert batch.token_ids.tolist() == [11, 12, 13]
+    commit_samples(scheduler, batch)
+    scheduler.reorder([request, request + 1], [request + 2, request + 2], [20, 21])
+    batch = scheduler.step()
+    assert batch.token_ids.tolist() == [20, 21, 5]
+    ended = commit_samples(scheduler, batch).finished
+    assert [(end.request_id, end.sequence_id, end.branch) for end in ended] == [
+        (request, request + branch, branch) for branch in range(3)
+    ]
+    assert pool.stats().held == 0
+    with pytest.raises(errors.RefusedError, match="9 samples, and 8 sequences"):
+        scheduler.submit(tenant, range(6), n=9)

@@ -81,7 +81,17 @@ impl PyFinishedRequest {
 impl PyFinishedRequest {
     #[getter]
     fn request_id(&self) -> u64 {
+        self.0.id.0 - u64::from(self.0.branch)
+    }
+
+    #[getter]
+    fn sequence_id(&self) -> u64 {
         self.0.id.0
+    }
+
+    #[getter]
+    fn branch(&self) -> u32 {
+        self.0.branch
     }
 
     #[getter]
@@ -332,7 +342,7 @@ impl PyScheduler {
     }
 
     #[pyo3(signature = (tenant, prompt_ids, *, max_tokens=64, min_tokens=0, stop_token_ids=None, priority=0,
-        reuse=true, salt=None, items=None, deadline_steps=None, deadline_seconds=None))]
+        reuse=true, salt=None, items=None, deadline_steps=None, deadline_seconds=None, n=1))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn submit(
         &self,
@@ -347,6 +357,7 @@ impl PyScheduler {
         items: Option<Vec<(u32, Vec<u8>)>>,
         deadline_steps: Option<u64>,
         deadline_seconds: Option<f64>,
+        n: u32,
     ) -> PyResult<u64> {
         let stop_token_ids = match stop_token_ids {
             Some(ids) => read_ints(ids, "stop_token_ids")?,
@@ -361,6 +372,7 @@ impl PyScheduler {
             priority,
             reuse,
             deadline: Deadline { steps: deadline_steps, seconds: deadline_seconds },
+            n,
             salt,
             items: crate::prefix_index::items(items),
         };
@@ -387,6 +399,19 @@ impl PyScheduler {
     fn fork(&self, request_id: u64, count: u32) -> PyResult<Vec<u64>> {
         let forked = self.0.fork(SequenceId(request_id), count).py()?;
         Ok(forked.into_iter().map(|id| id.0).collect())
+    }
+
+    fn reorder(
+        &self,
+        sequence_ids: &Bound<'_, PyAny>,
+        parents: &Bound<'_, PyAny>,
+        tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let read =
+            |ids, name| Ok::<_, PyErr>(read_ints::<u64>(ids, name)?.into_iter().map(SequenceId).collect());
+        let ids: Vec<SequenceId> = read(sequence_ids, "sequence_ids")?;
+        let parents: Vec<SequenceId> = read(parents, "parents")?;
+        self.0.reorder(&ids, &parents, &read_ints::<i32>(tokens, "tokens")?).py()
     }
 
     fn propose(

@@ -130,6 +130,15 @@ impl BlockTables {
         self.store(row, column, block.0 as i32);
     }
 
+    /// Takes the entries from `length` on out of a row. No open step may still read it.
+    pub fn truncate(&mut self, row: u32, length: u32) {
+        let before = self.lengths[row as usize];
+        self.lengths[row as usize] = before.min(length);
+        for column in length..before {
+            self.store(row, column, NO_BLOCK);
+        }
+    }
+
     /// Blocks in a row.
     #[must_use]
     pub fn len(&self, row: u32) -> u32 {

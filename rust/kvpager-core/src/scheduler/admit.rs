@@ -7,6 +7,7 @@ use super::phases::Phase;
 use super::policy::{AdmissionRequest, AdmissionRoom, Trajectory};
 use super::queue::Place;
 use super::request::{FinishReason, WaitingRequest};
+use super::samples::extra_blocks;
 use super::scopes::{look_up, peek};
 use super::sequence::Sequence;
 use crate::block_pool::Reservation;
@@ -124,6 +125,9 @@ impl Core {
     ) -> Result<std::result::Result<(), Error>> {
         let Some(waiting) = self.queue.get(tenant, place) else { return Ok(Err(nothing_there())) };
         let request = &waiting.request;
+        if self.num_rows_left() < request.n as usize {
+            return Ok(Err(nothing_there()));
+        }
         self.scratch.clear();
         self.phases.lap(Phase::Admission);
         if let Some(short) = self.surely_short(waiting, growth)? {
@@ -192,7 +196,8 @@ impl Core {
             max_tokens: request.max_tokens,
             pinned_blocks: num_found as u32,
         };
-        let need = self.config.policy.blocks_to_reserve(&self.config, asked);
+        let samples = extra_blocks(&self.config, request, waiting.progress.prompt_tokens);
+        let need = self.config.policy.blocks_to_reserve(&self.config, asked) + samples;
         if self.config.policy.overcommits() && !(self.running.is_empty() && self.parked.is_empty()) {
             let mut with_request = *growth.get_or_insert_with(|| self.growth_of_running());
             self.add_growth(&mut with_request, waiting);
@@ -246,6 +251,10 @@ impl Core {
         blocks.extend_from_slice(&self.scratch);
         let mut sequence = Sequence::new(waiting.id, waiting.request, tokens, blocks, reservation, row);
         sequence.num_computed = matched_tokens;
+        if sequence.request.n > 1 {
+            self.num_unforked += sequence.request.n - 1;
+            sequence.special_mut().is_unforked = true;
+        }
         sequence.num_indexed = pinned;
         sequence.pin = pin;
         sequence.known_age = known_age;

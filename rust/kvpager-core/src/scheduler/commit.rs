@@ -56,6 +56,12 @@ impl Core {
                 outcome.dropped_tokens += self.accept_drafts(position, planned, sampled);
             } else {
                 sequence.num_computed += planned.num_tokens;
+                if planned.num_samples > 1 {
+                    self.index_full_blocks(position, u32::MAX)?;
+                    self.split_samples(position, sampled, inbox)?;
+                    any_ended = true;
+                }
+                let sequence = &mut self.running[position];
                 if let Some(&token) = sampled.first() {
                     sequence.ending = sequence.push_token(token as u32);
                 }

@@ -7,6 +7,7 @@ use super::drafts::DraftCounts;
 use super::fork::Copies;
 use super::host_tier::HostTier;
 use super::inbox::Inbox;
+use super::lifecycle::end_ids;
 use super::open_steps::{OpenStep, PlannedRow};
 use super::pause::{Halted, PausedRequest};
 use super::phases::Phases;
@@ -75,6 +76,8 @@ pub(super) struct Core {
     /// The same, for the step that is being planned.
     pub(super) plans_ahead: bool,
     pub(super) copies: Copies,
+    /// Samples that running requests will become besides the first; each has a place already.
+    pub(super) num_unforked: u32,
     pub(super) draft_counts: DraftCounts,
     pub(super) last_step: StepId,
     /// Seconds on the caller's clock at the last step's planning.
@@ -140,6 +143,7 @@ impl Core {
             is_pressed: false,
             plans_ahead: true,
             copies: Copies::default(),
+            num_unforked: 0,
             draft_counts: DraftCounts::default(),
             last_step: StepId(0),
             now: f64::NEG_INFINITY,
@@ -221,7 +225,8 @@ impl Core {
         detail: Option<&Arc<str>>,
         inbox: &Inbox,
     ) -> Result<FinishedRequest> {
-        inbox.end_id(sequence.id);
+        end_ids(inbox, sequence.id, sequence.request.n);
+        inbox.forget_samples(sequence.id, sequence.progress.branch);
         if matches!(reason, FinishReason::Stop | FinishReason::Length) {
             self.lengths.expose(sequence.known_age, sequence.num_outputs());
             self.lengths.learn(sequence.num_outputs());
@@ -243,6 +248,7 @@ impl Core {
         if !was_parked {
             self.free_row(sequence.row);
         }
+        self.num_unforked -= sequence.request.n - 1;
         self.queue.note_end(sequence.request.tenant.index);
         self.let_pin_go(sequence);
         let own = sequence.blocks.split_off(sequence.num_indexed as usize);

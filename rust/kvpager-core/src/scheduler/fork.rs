@@ -107,6 +107,9 @@ impl Core {
         if sequence.in_flight > 0 {
             return wrong("is in an open step");
         }
+        if sequence.request.n > 1 {
+            return wrong("has not got its samples yet");
+        }
         if self.num_rows_left() < count as usize || self.tables.num_free_rows() < count as usize {
             return Err(Error::Refused {
                 reason: format!(
@@ -122,7 +125,7 @@ impl Core {
     }
 
     /// Blocks that a fork of a sequence is promised beyond `shared` ones that are full.
-    fn growth_after(&self, sequence: &Sequence, shared: u32) -> u32 {
+    pub(super) fn growth_after(&self, sequence: &Sequence, shared: u32) -> u32 {
         let total = if self.config.policy.overcommits() {
             self.config.blocks_for(sequence.tokens.len() as u32)
         } else {
@@ -146,7 +149,7 @@ impl Core {
     }
 
     /// A sequence with the tokens and the first `shared` blocks of another, in a row of its own.
-    fn child_of(
+    pub(super) fn child_of(
         &mut self,
         position: usize,
         id: SequenceId,
@@ -166,14 +169,17 @@ impl Core {
             self.tables.append(row, block.id());
         }
         let mut child = Sequence::new(id, parent.request.clone(), tokens, blocks, reservation, row);
-        child.num_computed = parent.num_computed;
-        child.num_indexed = parent.num_indexed;
+        if shared > 0 {
+            child.num_computed = parent.num_computed;
+            child.num_indexed = parent.num_indexed;
+        }
         child.pin = pin;
         child.has_sampled = parent.has_sampled;
         child.resumed_at = self.now;
         child.progress = parent.progress;
         child.progress.steps = 0;
         child.progress.preemptions = 0;
+        child.progress.branch = 0;
         child.progress.queue_steps = Some(0);
         child.num_shared = shared as u32;
         child.special_mut().shares_tail = !child.num_computed.is_multiple_of(self.config.block_size);
@@ -183,7 +189,7 @@ impl Core {
         Ok(child)
     }
 
-    fn note_shared(&mut self, position: usize, shared: u32, is_partial: bool) {
+    pub(super) fn note_shared(&mut self, position: usize, shared: u32, is_partial: bool) {
         let parent = &mut self.running[position];
         parent.num_shared = parent.num_shared.max(shared);
         if is_partial {

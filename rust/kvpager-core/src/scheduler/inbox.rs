@@ -5,7 +5,7 @@ use super::request::{Deadline, FinishReason, WaitingRequest};
 use crate::ids::SequenceId;
 use crate::sync::{AtomicBool, AtomicU64, Ordering};
 use crossbeam_queue::SegQueue;
-use hashbrown::HashSet;
+use hashbrown::{HashMap, HashSet};
 use std::sync::{Mutex, PoisonError};
 
 /// Locks of the live set; each is held for one hash-set operation.
@@ -30,6 +30,8 @@ pub(super) struct Inbox {
     pub(super) places: Places,
     /// No request is accepted any more.
     is_draining: AtomicBool,
+    /// Of live requests with several samples: how many, by the first id.
+    samples: Mutex<HashMap<u64, u32, foldhash::fast::RandomState>>,
     live: [Mutex<HashSet<u64, foldhash::fast::RandomState>>; NUM_SHARDS],
 }
 
@@ -40,6 +42,7 @@ impl Inbox {
             next_id: AtomicU64::new(1),
             places: Places::new(limits),
             is_draining: AtomicBool::new(false),
+            samples: Mutex::new(HashMap::default()),
             live: std::array::from_fn(|_| Mutex::new(HashSet::default())),
         }
     }
@@ -56,9 +59,43 @@ impl Inbox {
 
     /// A new id, live from now on.
     pub(super) fn issue_id(&self) -> SequenceId {
-        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        self.shard(id, |live| live.insert(id));
-        SequenceId(id)
+        self.issue_ids(1)
+    }
+
+    /// The first of `n` new ids in a row, live from now on.
+    pub(super) fn issue_ids(&self, n: u32) -> SequenceId {
+        let first = self.next_id.fetch_add(u64::from(n), Ordering::Relaxed);
+        for id in first..first + u64::from(n) {
+            self.shard(id, |live| live.insert(id));
+        }
+        if n > 1 {
+            self.samples.lock().unwrap_or_else(PoisonError::into_inner).insert(first, n);
+        }
+        SequenceId(first)
+    }
+
+    /// The ids of a request that have not ended: of one with several samples, named by the first id, all of them.
+    pub(super) fn live_ids(&self, id: SequenceId) -> Vec<SequenceId> {
+        let n = self.samples.lock().unwrap_or_else(PoisonError::into_inner).get(&id.0).copied().unwrap_or(1);
+        let ids = (id.0..id.0 + u64::from(n)).map(SequenceId);
+        let live: Vec<_> = ids.filter(|&id| self.is_live(id)).collect();
+        if live.is_empty() && n > 1 {
+            self.samples.lock().unwrap_or_else(PoisonError::into_inner).remove(&id.0);
+        }
+        live
+    }
+
+    /// Forgets a request with several samples once all of them have ended.
+    pub(super) fn forget_samples(&self, id: SequenceId, branch: u32) {
+        let mut samples = self.samples.lock().unwrap_or_else(PoisonError::into_inner);
+        if samples.is_empty() {
+            return;
+        }
+        let first = id.0 - u64::from(branch);
+        let Some(&n) = samples.get(&first) else { return };
+        if (first..first + u64::from(n)).all(|id| !self.is_live(SequenceId(id))) {
+            samples.remove(&first);
+        }
     }
 
     /// Whether the id was ever issued.

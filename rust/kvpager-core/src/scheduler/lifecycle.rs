@@ -17,18 +17,22 @@ pub struct CacheReset {
 }
 
 impl Scheduler {
-    /// Ends a request wherever it is; false if it had ended. From any thread. Its blocks come back in the next
+    /// Ends a request wherever it is, with all its samples; false if it had ended. A sample other than the first is
+    /// ended alone by its own id. From any thread. Its blocks come back in the next
     /// `step` or `commit`.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for an id that was never issued.
     pub fn abort(&self, id: SequenceId) -> Result<bool> {
         self.check_issued(id)?;
-        let live = self.inbox.end_id(id);
-        if live {
-            self.inbox.push(Message::End(id, FinishReason::Aborted));
+        let mut any = false;
+        for id in self.inbox.live_ids(id) {
+            if self.inbox.end_id(id) {
+                any = true;
+                self.inbox.push(Message::End(id, FinishReason::Aborted));
+            }
         }
-        Ok(live)
+        Ok(any)
     }
 
     /// Stops a request from the next `step` on; false if it had ended. From any thread. It keeps its place in
@@ -37,7 +41,7 @@ impl Scheduler {
     /// # Errors
     /// [`Error::InvalidArgument`] for an id that was never issued.
     pub fn pause(&self, id: SequenceId) -> Result<bool> {
-        self.send_live(id, Message::Pause(id))
+        self.send_live(id, Message::Pause)
     }
 
     /// Goes on with a paused request from the next `step` on; false if it had ended. From any thread. One that is
@@ -46,7 +50,7 @@ impl Scheduler {
     /// # Errors
     /// [`Error::InvalidArgument`] for an id that was never issued.
     pub fn resume(&self, id: SequenceId) -> Result<bool> {
-        self.send_live(id, Message::Resume(id))
+        self.send_live(id, Message::Resume)
     }
 
     /// Accepts nothing any more; what was accepted goes on, and ends with reason `drained` when the deadline
@@ -74,13 +78,11 @@ impl Scheduler {
         reset
     }
 
-    fn send_live(&self, id: SequenceId, message: Message) -> Result<bool> {
+    fn send_live(&self, id: SequenceId, message: impl Fn(SequenceId) -> Message) -> Result<bool> {
         self.check_issued(id)?;
-        let live = self.inbox.is_live(id);
-        if live {
-            self.inbox.push(message);
-        }
-        Ok(live)
+        let live = self.inbox.live_ids(id);
+        live.iter().for_each(|&id| self.inbox.push(message(id)));
+        Ok(!live.is_empty())
     }
 
     pub(super) fn check_issued(&self, id: SequenceId) -> Result<()> {
@@ -136,7 +138,8 @@ impl Core {
     /// Ends a request that has been taken out of its queue.
     pub(super) fn end_waiting(&mut self, waiting: WaitingRequest, reason: FinishReason, inbox: &Inbox) {
         super::limits::leave_places(&waiting, &inbox.places);
-        inbox.end_id(waiting.id);
+        end_ids(inbox, waiting.id, waiting.request.n);
+        inbox.forget_samples(waiting.id, waiting.progress.branch);
         self.deadlines.remove(waiting.id, waiting.request.deadline, waiting.progress.arrival());
         self.ended.push(waiting.account(reason, self.last_step.0));
     }
@@ -191,5 +194,12 @@ impl Core {
             reset.num_evicted = index.evict(u32::MAX);
         }
         Ok(reset)
+    }
+}
+
+/// Ends the ids of a request that has not become several samples yet, or of one sequence.
+pub(super) fn end_ids(inbox: &Inbox, id: SequenceId, n: u32) {
+    for id in id.0..id.0 + u64::from(n) {
+        inbox.end_id(SequenceId(id));
     }
 }

@@ -28,6 +28,7 @@ mod preempt;
 mod queue;
 mod request;
 mod rotation;
+mod samples;
 mod scopes;
 mod sequence;
 mod share;
@@ -273,7 +274,7 @@ impl Scheduler {
             return Err(Error::refused("the scheduler is being drained and accepts nothing"));
         }
         take_places(&request, &self.inbox.places, self.steps.load(Ordering::Relaxed))?;
-        let id = self.inbox.issue_id();
+        let id = self.inbox.issue_ids(request.n);
         let waiting = WaitingRequest::new(id, request);
         self.inbox.push(Message::Submit(Box::new(waiting)));
         Ok(id)
@@ -309,6 +310,9 @@ impl Scheduler {
         }
         let need = self.config.lifetime_blocks(prompt as u32, request.max_tokens);
         let reachable = self.pool.reachable(request.tenant.account)?;
+        if request.n != 1 && need <= reachable {
+            samples::check_samples(&self.config, request, reachable)?;
+        }
         if need > reachable {
             return refused(format!(
                 "{prompt} prompt tokens and up to {} output tokens need {need} blocks of {} tokens; the pool has {}, tenant {:?} may have {reachable}",

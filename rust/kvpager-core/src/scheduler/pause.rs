@@ -100,7 +100,8 @@ impl Core {
 
     /// Rows for further sequences; parked ones come back to theirs.
     pub(super) fn num_rows_left(&self) -> usize {
-        let taken = self.running.len() + self.parked.len() + self.halted.len();
+        let unforked = self.num_unforked as usize;
+        let taken = self.running.len() + self.parked.len() + self.halted.len() + unforked;
         (self.config.max_running as usize).saturating_sub(taken)
     }
 

@@ -175,7 +175,7 @@ impl Core {
         let mut num_others = 0;
         arrays.reserve(self.running.len());
         for (position, sequence) in self.running.iter_mut().enumerate() {
-            if sequence.num_planned != 1 || sequence.remaining() != 1 {
+            if sequence.num_planned != 1 || sequence.remaining() != 1 || sequence.special.is_some() {
                 num_others += usize::from(sequence.num_planned > 0);
                 continue;
             }
@@ -223,11 +223,20 @@ impl Core {
             }
             let block_of = |logical: usize| sequence.blocks[logical].id().0;
             arrays.push_sequence(sequence.id.0, sequence.row, tokens, start, block_size, block_of);
-            let num_samples = if num_drafts > 0 { 1 + num_drafts } else { u32::from(sequence.samples()) };
+            let n = sequence.request.n;
+            let num_samples = match num_drafts {
+                0 if sequence.samples() => n,
+                0 => 0,
+                drafts => 1 + drafts,
+            };
             sequence.sampled_in = self.last_step.0;
             sequence.source = arrays.sample_rows.len() as i32;
             let end = arrays.token_ids.len() as i32;
-            arrays.sample_rows.extend(end - num_samples as i32..end);
+            if n > 1 {
+                arrays.sample_rows.extend(std::iter::repeat_n(end - 1, num_samples as usize));
+            } else {
+                arrays.sample_rows.extend(end - num_samples as i32..end);
+            }
             service.add(&mut self.queue, sequence);
             rows.push(sequence.enter_step(position, num_samples, num_drafts));
         }

@@ -282,7 +282,7 @@ impl Core {
     /// cached of it may be matched again when it resumes.
     pub(super) fn preempt(&mut self, mut sequence: Sequence) -> Result<()> {
         if let Some(reason) = sequence.ending {
-            self.refused.push(sequence.id);
+            self.refused.extend((0..u64::from(sequence.request.n)).map(|i| SequenceId(sequence.id.0 + i)));
             self.deadlines.remove(sequence.id, sequence.request.deadline, sequence.progress.arrival());
             self.ended.push(sequence.account(reason, None));
             return self.strip(&mut sequence);

@@ -58,6 +58,8 @@ pub struct Request {
     pub salt: Option<Vec<u8>>,
     /// When it ends at the latest.
     pub deadline: Deadline,
+    /// Sequences that go on from its prompt, each with its own samples; at least 1.
+    pub n: u32,
 }
 
 impl Request {
@@ -95,6 +97,7 @@ impl Request {
             salt: None,
             items: Vec::new(),
             deadline: Deadline { steps: None, seconds: None },
+            n: 1,
         }
     }
 }
@@ -137,8 +140,10 @@ impl FinishReason {
 /// The account of an ended request.
 #[derive(Clone, Debug)]
 pub struct FinishedRequest {
-    /// The request.
+    /// The sequence; of a request with one sequence it is the request's id.
     pub id: SequenceId,
+    /// Which of its request's samples it is; the request's id is `id - branch`.
+    pub branch: u32,
     /// Its tenant.
     pub tenant: Arc<Tenant>,
     /// Why it ended.
@@ -163,6 +168,7 @@ pub struct FinishedRequest {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Progress {
     pub(super) prompt_tokens: u32,
+    pub(super) branch: u32,
     pub(super) arrival_step: u64,
     /// Time of its arrival on the clock of the steps.
     pub(super) arrival_time: f64,
@@ -182,6 +188,7 @@ pub(super) struct Progress {
 impl Progress {
     pub(super) const NONE: Self = Self {
         prompt_tokens: 0,
+        branch: 0,
         arrival_step: 0,
         arrival_time: 0.0,
         paused_steps: 0,
@@ -246,6 +253,7 @@ pub(super) fn account(
 ) -> FinishedRequest {
     FinishedRequest {
         id,
+        branch: progress.branch,
         tenant: Arc::clone(tenant),
         reason,
         detail,

@@ -7,15 +7,17 @@ pub(super) struct Special {
     pub(super) drafts: Vec<u32>,
     /// Its last, partly filled block may be shared with other sequences: its first write copies it.
     pub(super) shares_tail: bool,
+    /// It becomes several samples when its prompt is computed.
+    pub(super) is_unforked: bool,
 }
 
 impl Special {
     fn is_empty(&self) -> bool {
-        self.drafts.is_empty() && !self.shares_tail
+        self.drafts.is_empty() && !self.shares_tail && !self.is_unforked
     }
 
     pub(super) const fn may_draft(&self) -> bool {
-        true
+        !self.is_unforked
     }
 }
 

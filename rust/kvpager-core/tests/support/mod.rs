@@ -34,6 +34,18 @@ pub fn next_token(hash: u64) -> u32 {
     (hash % 50) as u32
 }
 
+/// What sample `branch` of a request must give.
+pub fn expected_sample(prompt: &[u32], max_tokens: u32, branch: u64) -> Vec<u32> {
+    let first = next_token(prefix_hash(prompt).wrapping_add(branch));
+    let mut tokens = prompt.to_vec();
+    tokens.push(first);
+    let mut output = vec![first];
+    if max_tokens > 1 {
+        output.extend(expected_output(&tokens, max_tokens - 1, &[]));
+    }
+    output
+}
+
 /// What a request must give, whatever the schedule.
 pub fn expected_output(prompt: &[u32], max_tokens: u32, stop: &[u32]) -> Vec<u32> {
     let mut hash = prefix_hash(prompt);
@@ -190,8 +202,12 @@ impl Engine {
             }
             assert_eq!(arrays.context_lens[row], arrays.positions[range.end - 1] + 1);
             let id = SequenceId(arrays.sequence_ids[row]);
-            let output = tokens[before..].iter().map(|&token| token as u32);
-            self.outputs.entry(id).or_default().extend(output);
+            let last = range.end as i32 - 1;
+            let is_split = arrays.sample_rows.iter().filter(|&&row| row == last).count() > 1;
+            for (i, &token) in tokens[before..].iter().enumerate() {
+                let branch = SequenceId(id.0 + if is_split { i as u64 } else { 0 });
+                self.outputs.entry(branch).or_default().push(token as u32);
+            }
             token_start.push(tokens.len() as i32);
         }
         (token_start, tokens)
