@@ -93,3 +93,14 @@ def test_learned_eviction_is_never_a_point_below_lru(
         learned = rate(replay(prompts, blocks=blocks, block_size=block_size, eviction="learned"), prompts)
         print(f"{name} seed {seed} {percent} %: lru {lru:.2f} learned {learned:.2f}")
         assert learned > lru - 1, f"{percent} %"
+
+
+def test_learned_eviction_is_never_a_point_below_lru_in_blocks_of_16(
+    load_prompts: Callable[..., Prompts], replay: Callable[..., int]
+) -> None:
+    parts = np.arange(32, dtype=np.uint32)
+    prompts = [(ids[:, None] * 32 + parts).ravel() for ids in load_prompts(CONVERSATION)[:1000]]
+    blocks = footprint(prompts) * 2 // 100
+    lru = rate(replay(prompts, blocks=blocks, block_size=16, eviction="lru"), prompts)
+    learned = rate(replay(prompts, blocks=blocks, block_size=16, eviction="learned"), prompts)
+    assert learned > lru - 1
