@@ -29,7 +29,7 @@ def main() -> None:
         do_sample=False,
         eos_token_id=-1,
         pad_token_id=0,
-        num_blocks=1024,
+        num_blocks=64,
         max_batch_tokens=512,
     )
     seconds = []
