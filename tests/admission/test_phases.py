@@ -67,7 +67,7 @@ def test_every_phase_has_a_time_and_together_they_are_the_step() -> None:
 
 def test_spans_follow_each_other_and_those_without_room_are_counted() -> None:
     scheduler = make_scheduler(2)
-    run(scheduler, 1)
+    run(scheduler, 2)  # the prompts share a block, which the second one waits for
     scheduler.begin_phases(max_spans=12)
     run(scheduler, 4)
     times = scheduler.end_phases()
