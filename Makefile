@@ -77,9 +77,10 @@ format: setup ## Format Rust and Python.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup ## A step of the scheduler and CPU attention; pages are listed in benches/RESULTS.md.
+bench: setup ## A step of the scheduler, CPU attention, the block pool; pages are listed in benches/RESULTS.md.
 	$(BIN)/python benches/python/scheduler_step.py
 	$(BIN)/python benches/python/attention_cpu.py
+	$(BIN)/python benches/python/block_pool.py --out benches/results/block-pool-python.md
 
 bench-pool: ## The block pool beside plain alternatives; with intervals: cargo bench -p kvpager-benches.
 	cargo run --release -p kvpager-benches --bin pool-table

@@ -179,6 +179,9 @@ class PoolStats:
     @property
     def peak_held(self) -> int:
         """Most blocks held at once since the pool was made."""
+    @property
+    def stranded(self) -> int:
+        """In magazines, where only their threads can get at them; part of `held`."""
 
 @final
 class AccountStats:
@@ -243,6 +246,19 @@ class Reservation:
         """
     def allocate_one(self) -> int:
         """Turns one promised block into a handle."""
+    def put_back(self, blocks: NDArray[np.integer[Any]] | Buffer | Sequence[int]) -> None:
+        """Takes exclusively held blocks of the same account back into the promise.
+
+        For drafts that were not accepted, or blocks of a preempted sequence that will be needed again:
+        drawing them again needs no capacity and no eviction.
+
+        Args:
+            blocks: handles [n], any integer dtype.
+
+        Raises:
+            WrongStateError: while a step is open, which may read the blocks, or if it is closed.
+            InvalidHandleError: for a block that is shared, indexed, of another account or not held.
+        """
     def grow(self, num_blocks: int) -> None:
         """Promises more.
 
@@ -257,6 +273,61 @@ class Reservation:
         """
     def close(self) -> None:
         """Gives what is left back. Does nothing if it is closed."""
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class Magazine:
+    """A thread's own store of up to 64 free blocks, for callers that allocate one at a time.
+
+    Its blocks are committed to its account and *stranded*: other threads cannot get at them
+    (`PoolStats.stranded`). That is its price, so it is opt-in. They go back when it is closed, when a `with`
+    block ends, or when it is garbage collected. It has one user at a time: a call while another thread is in
+    one raises `WrongStateError`.
+
+    Args:
+        pool: where blocks come from.
+        account: who is charged.
+
+    Raises:
+        InvalidArgumentError: for an unknown account.
+        WrongStateError: if the pool's places for magazines and reservations, 256, are all in use.
+
+    Example:
+        >>> pool = BlockPool(100)
+        >>> with Magazine(pool, pool.add_account()) as magazine:
+        ...     magazine.release_one(magazine.allocate_one())
+        ...     pool.stats().stranded
+        32
+        >>> pool.stats().free
+        100
+    """
+
+    def __new__(cls, pool: BlockPool, account: int) -> Self: ...
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in it; 0 once it is closed."""
+    @property
+    def is_open(self) -> bool:
+        """False once it is closed."""
+    def allocate_one(self) -> int:
+        """Hands out one block.
+
+        Raises:
+            OutOfBlocksError, OverQuotaError, NeedsReclaimError: as `BlockPool.allocate` for one block.
+            WrongStateError: if it is closed.
+        """
+    def release_one(self, block: int) -> None:
+        """Takes a reference from one block. The last one keeps the block here.
+
+        It goes through the pool while a step is open, and for a block that is shared or of another account.
+
+        Raises:
+            InvalidHandleError: as for `BlockPool.release`.
+            WrongStateError: if it is closed.
+        """
+    def close(self) -> None:
+        """Gives its blocks back. Does nothing if it is closed."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
@@ -295,6 +366,9 @@ class BlockPool:
     @property
     def num_blocks(self) -> int:
         """Blocks of the pool."""
+    @property
+    def num_accounts(self) -> int:
+        """Accounts added so far; their numbers are `range(num_accounts)`."""
     def add_account(self, *, guaranteed: int | None = None, limit: int | None = None) -> int:
         """Adds an account and returns its number.
 
@@ -315,6 +389,8 @@ class BlockPool:
         Raises:
             InvalidArgumentError: for a guarantee that is lent out.
         """
+    def reachable(self, account: int) -> int:
+        """Most blocks that an account can ever have committed: its limit, less what others are promised."""
     def available(self, account: int) -> int:
         """Blocks that an account could reserve now: a hint while other threads work, not a promise."""
     def reserve(self, account: int, num_blocks: int) -> Reservation:
@@ -343,13 +419,13 @@ class BlockPool:
         """
     def allocate_one(self, account: int) -> int:
         """Hands out one block, without an array."""
-    def retain(self, blocks: Buffer | Sequence[int]) -> None:
+    def retain(self, blocks: NDArray[np.integer[Any]] | Buffer | Sequence[int]) -> None:
         """Adds a reference to each block, once for each time it is named.
 
         Raises:
             InvalidHandleError: for a block that is not held by references.
         """
-    def release(self, blocks: Buffer | Sequence[int]) -> None:
+    def release(self, blocks: NDArray[np.integer[Any]] | Buffer | Sequence[int]) -> None:
         """Takes a reference from each block; the last one frees it, or quarantines it while steps are open.
 
         Raises:
@@ -374,6 +450,8 @@ class BlockPool:
         Raises:
             WrongStateError: if it is not open.
         """
+    def epoch_closed(self, epoch: int) -> bool:
+        """Whether a step and all before it have closed."""
     def wait_for_blocks(
         self, num_blocks: int, timeout: float | None = None, *, account: int | None = None
     ) -> bool:
@@ -1525,3 +1603,52 @@ class Oracle:
 
 def num_allocations() -> int:
     """Allocations and reallocations that the extension made on the calling thread so far."""
+
+# --- stress -------------------------------------------------------------------------------------------------
+
+@final
+class Stress:
+    """A run of threads that work on pools at once, in rounds; see `kvpager stress`."""
+
+    def __new__(
+        cls,
+        *,
+        threads: int,
+        blocks: int,
+        tenants: int,
+        mix: str,
+        seed: int,
+        fault: str | None = None,
+        shrink_seconds: float = 10.0,
+    ) -> Stress:
+        """A run that has not begun.
+
+        Raises:
+            InvalidArgumentError: for a number out of range, or a mix or fault that is none.
+        """
+    def advance(self, seconds: float) -> None:
+        """Runs a round without the interpreter, for at most so many seconds, unless something is wrong.
+
+        What is wrong is run again until its history is small, which takes some more seconds.
+        """
+    @property
+    def is_sound(self) -> bool: ...
+    @property
+    def num_operations(self) -> int: ...
+    @property
+    def num_rounds(self) -> int: ...
+    def report_json(self) -> str:
+        """What was found so far, as the text of one JSON object."""
+    @staticmethod
+    def fault_names() -> list[str]:
+        """Faults that can be planted."""
+
+@final
+class StressLatencies:
+    """Latencies by family of operations, in nanoseconds to two figures."""
+
+    def __new__(cls) -> StressLatencies: ...
+    def record(self, family: str, nanoseconds: int) -> None:
+        """Records one latency."""
+    def report_json(self) -> tuple[str, str]:
+        """Count, percentiles and maximum over all, and by family: the texts of two JSON objects."""

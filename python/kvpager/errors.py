@@ -83,6 +83,14 @@ class InvalidHandleError(KvPagerError, ValueError):
 class InvalidArgumentError(KvPagerError, ValueError):
     """A value outside its range, a wrong shape or dtype, or input that cannot be read."""
 
+    def add_note(self, note: str, /) -> None:
+        """Adds a note. The one by which the bindings name an argument becomes the beginning of the text."""
+        name = note.removeprefix("while processing '")
+        if name != note:
+            self.args = (f"{name.removesuffix(chr(39))} {self}",)
+        else:
+            super().add_note(note)
+
 
 class RefusedError(KvPagerError):
     """A request was not accepted.

@@ -65,6 +65,16 @@ def test_a_buffer_of_another_kind_is_refused(out: object) -> None:
     assert snapshot(pool) == before
 
 
+@pytest.mark.parametrize("count", [3, 5000])
+def test_a_misaligned_buffer_is_refused_before_anything_is_taken(count: int) -> None:
+    pool = BlockPool(8192)
+    account = pool.add_account()
+    out = np.frombuffer(bytearray(8 * count + 1), np.uint64, offset=1)
+    with pytest.raises(errors.InvalidArgumentError):
+        pool.allocate(account, out=out)
+    assert pool.stats().free == 8192
+
+
 def test_a_read_only_buffer_is_refused() -> None:
     pool = BlockPool(8)
     account = pool.add_account()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvpager import BlockPool, errors
+from kvpager import BlockPool, Magazine, errors
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -135,6 +135,83 @@ def test_a_reservation_in_use_says_so_or_works() -> None:
     pool.check_invariants()
 
 
+@pytest.mark.usefixtures("_short_switch_interval")
+def test_quotas_change_while_threads_allocate() -> None:
+    pool = BlockPool(400)
+    accounts = [pool.add_account(limit=200) for _ in range(4)]
+    stop = threading.Event()
+
+    def work(account: int) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(errors.OutOfBlocksError, errors.OverQuotaError):
+                pool.release(pool.allocate(account, 30))
+
+    threads = [threading.Thread(target=work, args=(account,)) for account in accounts]
+    for thread in threads:
+        thread.start()
+    chance = random.Random(0)
+    for _ in range(2000):
+        with contextlib.suppress(errors.InvalidArgumentError):
+            pool.set_quota(
+                chance.choice(accounts), guaranteed=chance.randint(0, 100), limit=chance.randint(100, 400)
+            )
+    stop.set()
+    for thread in threads:
+        thread.join()
+    pool.check_invariants()
+    assert pool.stats().free == 400
+    assert all(pool.account_stats(account).committed == 0 for account in accounts)
+
+
+def test_calls_go_on_beside_threads_that_hold_the_interpreter() -> None:
+    pool = BlockPool(20_000)
+    account = pool.add_account()
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            sum(range(10_000))
+
+    spinning = [threading.Thread(target=spin) for _ in range(3)]
+    for thread in spinning:
+        thread.start()
+    try:
+        with Magazine(pool, account) as magazine:
+            for _ in range(20):
+                large = pool.allocate(account, 10_000)  # releases the interpreter and has to get it back
+                small = pool.allocate(account, 100)
+                magazine.release_one(magazine.allocate_one())
+                pool.release(large)
+                pool.release(small)
+        begin = time.monotonic()
+        assert not pool.wait_for_blocks(20_000, 0.2, account=pool.add_account(limit=1))
+        assert time.monotonic() - begin < 20
+    finally:
+        stop.set()
+        for thread in spinning:
+            thread.join()
+    assert pool.stats().free == 20_000
+
+
+@pytest.mark.usefixtures("_short_switch_interval")
+def test_shared_blocks_are_freed_by_their_last_thread() -> None:
+    pool = BlockPool(64)
+    account = pool.add_account()
+    for _ in range(60):
+        blocks = pool.allocate(account, 32)
+        for _ in range(3):
+            pool.retain(blocks)
+        threads = [threading.Thread(target=pool.release, args=(blocks,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert pool.stats().free == 64
+        with pytest.raises(errors.InvalidHandleError):
+            pool.release(blocks)
+        pool.check_invariants()
+
+
 INTERRUPTED = """
 import sys, time
 from kvpager import BlockPool
@@ -161,9 +238,20 @@ def test_ctrl_c_ends_a_wait_at_once() -> None:
     assert process.returncode == 0
 
 
-def _in_the_child(pool: BlockPool, answers: multiprocessing.queues.SimpleQueue[str]) -> None:
+def _in_the_child(
+    pool: BlockPool, magazine: Magazine, answers: multiprocessing.queues.SimpleQueue[str]
+) -> None:
     refused = 0
-    for call in (pool.stats, pool.check_invariants, pool.open_step, lambda: pool.allocate_one(0)):
+    calls = (
+        pool.stats,
+        pool.check_invariants,
+        pool.open_step,
+        lambda: pool.allocate_one(0),
+        lambda: Magazine(pool, 0),
+        magazine.allocate_one,
+        magazine.close,
+    )
+    for call in calls:
         try:
             call()
         except errors.WrongStateError:
@@ -179,12 +267,13 @@ def test_a_forked_child_is_told_to_make_its_own_pool() -> None:
     context = multiprocessing.get_context("fork")
     pool = BlockPool(4)
     pool.allocate(pool.add_account(), 2)
+    magazine = Magazine(pool, 0)
     answers: multiprocessing.queues.SimpleQueue[str] = context.SimpleQueue()
-    child = context.Process(target=_in_the_child, args=(pool, answers))
+    child = context.Process(target=_in_the_child, args=(pool, magazine, answers))
     child.start()
     child.join(timeout=30)
     assert child.exitcode == 0
-    assert answers.get() == "4 refused, 1 held"
+    assert answers.get() == "7 refused, 1 held"
     assert pool.stats().held == 2
 
 

@@ -19,7 +19,7 @@ __all__ = ["app", "main"]
 _UsageError: Any = typer.BadParameter.__base__
 """Every kind of wrong usage; typer names only this one of its kinds."""
 
-COMMANDS = ("plan", "replay", "generate", "serve", "profile", "doctor")
+COMMANDS = ("plan", "replay", "stress", "generate", "serve", "profile", "doctor")
 """Modules of this package, in the order of `--help`. They import what is heavy inside the call."""
 
 app = typer.Typer(

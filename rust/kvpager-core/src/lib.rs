@@ -17,6 +17,8 @@ pub mod replay;
 #[cfg(not(loom))]
 pub mod scheduler;
 pub mod split_plan;
+#[cfg(not(any(loom, shuttle)))]
+pub mod stress;
 pub mod sync;
 
 pub use error::{Error, HandleFault, Result};

@@ -1,5 +1,6 @@
 //! Arrays across the boundary: integer buffers in, views over Rust-owned memory out.
 
+use crate::args::{Integer, int, shown};
 use crate::error::invalid;
 use pyo3::buffer::{Element, ElementType, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
@@ -9,7 +10,7 @@ use pyo3::prelude::*;
 /// `name` is the argument's name, for the error. Booleans and floats are refused.
 pub(crate) fn read_ints<T>(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<T>>
 where
-    T: Element + TryFrom<i128>,
+    T: Element + Integer,
 {
     let Ok(buffer) = PyUntypedBuffer::get(object) else {
         return read_sequence(object, name);
@@ -38,26 +39,31 @@ where
 fn convert<S, T>(py: Python<'_>, buffer: PyUntypedBuffer, name: &str) -> PyResult<Vec<T>>
 where
     S: Element + Into<i128>,
-    T: TryFrom<i128>,
+    T: Integer,
 {
     let typed: PyBuffer<S> = buffer.into_typed()?;
     checked(typed.to_vec(py)?.into_iter().map(Into::into), name)
 }
 
-fn read_sequence<T: TryFrom<i128>>(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<T>> {
-    let values: Vec<i64> = object
-        .extract()
-        .map_err(|_| invalid(format!("{name} must be an integer array or a sequence of ints")))?;
-    checked(values.into_iter().map(i128::from), name)
+fn read_sequence<T: Integer>(object: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<T>> {
+    if let Ok(values) = object.extract::<Vec<i64>>() {
+        return checked(values.into_iter().map(i128::from), name);
+    }
+    let wrong = |_| invalid(format!("{name} must be an integer array or a sequence of ints"));
+    let items = object.extract::<Vec<Bound<'_, PyAny>>>().map_err(wrong)?;
+    let item = |(i, item)| {
+        int(item)
+            .map_err(|_| invalid(format!("{name}[{i}] is {}, must be {} to {}", shown(item), T::MIN, T::MAX)))
+    };
+    items.iter().enumerate().map(item).collect()
 }
 
-fn checked<T: TryFrom<i128>>(values: impl Iterator<Item = i128>, name: &str) -> PyResult<Vec<T>> {
+fn checked<T: Integer>(values: impl Iterator<Item = i128>, name: &str) -> PyResult<Vec<T>> {
     values
         .enumerate()
         .map(|(i, value)| {
-            T::try_from(value).map_err(|_| {
-                invalid(format!("{name}[{i}] is {value}, outside {}", std::any::type_name::<T>()))
-            })
+            T::try_from(value)
+                .map_err(|_| invalid(format!("{name}[{i}] is {value}, must be {} to {}", T::MIN, T::MAX)))
         })
         .collect()
 }

@@ -3,6 +3,7 @@
 //! Arrays come as pairs (ndarray, element type name): the memory, shape and strides are the array's own, and the
 //! name says what its bytes are, since NumPy itself has no bf16 or fp8.
 
+use crate::args::int;
 use crate::arrays::read_ints;
 use crate::error::{IntoPyResult, invalid};
 use kvpager_core::attention::{
@@ -256,8 +257,8 @@ fn _prefix_groups(
     table_rows: Option<Bound<'_, PyAny>>,
     query_start: &Bound<'_, PyAny>,
     context_lens: &Bound<'_, PyAny>,
-    block_size: usize,
-    min_tokens: usize,
+    #[pyo3(from_py_with = int)] block_size: usize,
+    #[pyo3(from_py_with = int)] min_tokens: usize,
 ) -> PyResult<(Vec<i32>, Vec<i32>, Vec<i32>)> {
     let table_rows = ints("table_rows", &table_rows)?;
     let query_start = read_ints::<i32>(query_start, "query_start")?;
@@ -271,7 +272,7 @@ fn _prefix_groups(
 
 /// Sets how many threads a call of attention may use, the caller included.
 #[pyfunction]
-fn _set_num_threads(num_threads: usize) -> PyResult<()> {
+fn _set_num_threads(#[pyo3(from_py_with = int)] num_threads: usize) -> PyResult<()> {
     if !(1..=1024).contains(&num_threads) {
         return Err(invalid(format!("num_threads is {num_threads}, expected 1 to 1024")));
     }

@@ -4,6 +4,7 @@
 //! and waits release it.
 
 mod handles;
+mod magazine;
 mod pool;
 mod reservation;
 mod stats;
@@ -17,5 +18,6 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<stats::PyPoolStats>()?;
     module.add_class::<stats::PyAccountStats>()?;
     module.add_class::<reservation::PyReservation>()?;
+    module.add_class::<magazine::PyMagazine>()?;
     module.add_class::<PyBlockPool>()
 }

@@ -1,5 +1,6 @@
 //! Bindings of `kvpager_core::geometry`.
 
+use crate::args::{int, optional_int};
 use crate::error::{IntoPyResult, invalid};
 use kvpager_core::geometry as core;
 use pyo3::prelude::*;
@@ -20,8 +21,8 @@ impl KvGeometry {
         text: &str,
         kv_dtype: &str,
         kv_scales: Option<&str>,
-        tensor_parallel: u64,
-        pipeline_parallel: u64,
+        #[pyo3(from_py_with = int)] tensor_parallel: u64,
+        #[pyo3(from_py_with = int)] pipeline_parallel: u64,
     ) -> PyResult<Self> {
         let kv_dtype = core::KvDtype::parse(kv_dtype).py()?;
         let scales = match kv_scales {
@@ -153,12 +154,17 @@ impl KvGeometry {
         self.0.groups().iter().map(row).collect()
     }
 
-    fn bytes_for_length(&self, length: u32) -> u64 {
+    fn bytes_for_length(&self, #[pyo3(from_py_with = int)] length: u32) -> u64 {
         self.0.bytes_for_length(length.into())
     }
 
     #[pyo3(signature = (length, *, block_size = 16, chunk = 1))]
-    fn blocks_for_length(&self, length: u32, block_size: u32, chunk: u32) -> PyResult<u64> {
+    fn blocks_for_length(
+        &self,
+        #[pyo3(from_py_with = int)] length: u32,
+        #[pyo3(from_py_with = int)] block_size: u32,
+        #[pyo3(from_py_with = int)] chunk: u32,
+    ) -> PyResult<u64> {
         if block_size == 0 {
             return Err(invalid("block_size is 0, expected at least 1"));
         }
@@ -172,20 +178,20 @@ impl KvGeometry {
     #[expect(clippy::too_many_arguments, reason = "one keyword for each part of the budget")]
     fn budget(
         &self,
-        device_memory: u64,
-        device_free: Option<u64>,
+        #[pyo3(from_py_with = int)] device_memory: u64,
+        #[pyo3(from_py_with = optional_int)] device_free: Option<u64>,
         device_share: f64,
-        weights: Option<u64>,
-        activations: Option<u64>,
-        workspace: Option<u64>,
-        communication: Option<u64>,
-        runtime: Option<u64>,
-        graphs: Option<u64>,
-        safety_margin: Option<u64>,
-        block_size: u32,
-        max_batch_tokens: u32,
-        max_running: u32,
-        max_model_tokens: Option<u32>,
+        #[pyo3(from_py_with = optional_int)] weights: Option<u64>,
+        #[pyo3(from_py_with = optional_int)] activations: Option<u64>,
+        #[pyo3(from_py_with = optional_int)] workspace: Option<u64>,
+        #[pyo3(from_py_with = optional_int)] communication: Option<u64>,
+        #[pyo3(from_py_with = optional_int)] runtime: Option<u64>,
+        #[pyo3(from_py_with = optional_int)] graphs: Option<u64>,
+        #[pyo3(from_py_with = optional_int)] safety_margin: Option<u64>,
+        #[pyo3(from_py_with = int)] block_size: u32,
+        #[pyo3(from_py_with = int)] max_batch_tokens: u32,
+        #[pyo3(from_py_with = int)] max_running: u32,
+        #[pyo3(from_py_with = optional_int)] max_model_tokens: Option<u32>,
     ) -> PyResult<Budget> {
         let input = core::BudgetInput {
             device_memory,

@@ -3,6 +3,7 @@
 use pyo3::prelude::*;
 
 mod allocations;
+mod args;
 mod arrays;
 mod attention;
 mod batch;
@@ -15,6 +16,7 @@ mod prefix_index;
 mod replay;
 mod scheduler;
 mod split_plan;
+mod stress;
 
 /// The compiled core of kvpager.
 #[pymodule(gil_used = false)]
@@ -28,6 +30,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     replay::register(module)?;
     scheduler::register(module)?;
     split_plan::register(module)?;
+    stress::register(module)?;
     attention::register(module)?;
     // PyO3 collects the names; the module is private, and the stub has none.
     module.delattr("__all__")

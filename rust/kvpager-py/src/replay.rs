@@ -1,5 +1,6 @@
 //! Bindings of `kvpager_core::replay`.
 
+use crate::args::{Integer, int};
 use crate::arrays::read_ints;
 use crate::error::{IntoPyResult, invalid};
 use kvpager_core::Error;
@@ -58,7 +59,7 @@ fn floats(columns: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<f64>> {
 }
 
 /// An integer column, of any integer type.
-fn ints<T: Element + TryFrom<i128>>(columns: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<T>> {
+fn ints<T: Element + Integer>(columns: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<T>> {
     let column = columns.getattr(name)?;
     if column.len()? == 0 { Ok(Vec::new()) } else { read_ints(&column, name) }
 }
@@ -159,7 +160,7 @@ impl Replay {
         settings: &Bound<'_, PyAny>,
         policy: &str,
         eviction: &str,
-        hash_block: u32,
+        #[pyo3(from_py_with = int)] hash_block: u32,
         tenants: Vec<String>,
     ) -> PyResult<Self> {
         let config = core::ReplayConfig {
@@ -187,7 +188,7 @@ impl Replay {
     }
 
     /// Does at most so many steps: `running`, `needs_input` or `done`.
-    fn advance(&self, py: Python<'_>, max_steps: u64) -> PyResult<&'static str> {
+    fn advance(&self, py: Python<'_>, #[pyo3(from_py_with = int)] max_steps: u64) -> PyResult<&'static str> {
         let mut guard = enter(&self.0)?;
         let replay = &mut *guard;
         let progress = py.detach(|| replay.advance(max_steps)).py()?;
@@ -237,10 +238,10 @@ impl SequentialReplay {
     #[new]
     #[pyo3(signature = (num_blocks, block_size, *, eviction, hash_block, tenants))]
     fn new(
-        num_blocks: u32,
-        block_size: u32,
+        #[pyo3(from_py_with = int)] num_blocks: u32,
+        #[pyo3(from_py_with = int)] block_size: u32,
         eviction: &str,
-        hash_block: u32,
+        #[pyo3(from_py_with = int)] hash_block: u32,
         tenants: Vec<String>,
     ) -> PyResult<Self> {
         let eviction = eviction.parse::<EvictionPolicy>().py()?;
@@ -299,7 +300,7 @@ impl Oracle {
     }
 
     /// Does at most so many steps: `running`, `needs_input` or `done`.
-    fn advance(&self, py: Python<'_>, max_steps: u64) -> PyResult<&'static str> {
+    fn advance(&self, py: Python<'_>, #[pyo3(from_py_with = int)] max_steps: u64) -> PyResult<&'static str> {
         let mut guard = enter(&self.0)?;
         let oracle = &mut *guard;
         Ok(match py.detach(|| oracle.advance(max_steps)) {

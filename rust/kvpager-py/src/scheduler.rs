@@ -1,5 +1,6 @@
 //! Bindings of `kvpager_core::scheduler`.
 
+use crate::args::{int, optional_int};
 use crate::arrays::read_ints;
 use crate::batch::PyBatch;
 use crate::block_pool::PyBlockPool;
@@ -254,23 +255,23 @@ impl PyScheduler {
     fn new(
         pool: &PyBlockPool,
         index: Option<&PyPrefixIndex>,
-        block_size: u32,
-        max_batch_tokens: u32,
-        max_running: u32,
-        max_model_tokens: u32,
-        max_waiting: u32,
-        max_waiting_tokens: Option<u64>,
-        ageing_steps: u32,
-        max_open_steps: u32,
-        max_prefill_chunk: Option<u32>,
+        #[pyo3(from_py_with = int)] block_size: u32,
+        #[pyo3(from_py_with = int)] max_batch_tokens: u32,
+        #[pyo3(from_py_with = int)] max_running: u32,
+        #[pyo3(from_py_with = int)] max_model_tokens: u32,
+        #[pyo3(from_py_with = int)] max_waiting: u32,
+        #[pyo3(from_py_with = optional_int)] max_waiting_tokens: Option<u64>,
+        #[pyo3(from_py_with = int)] ageing_steps: u32,
+        #[pyo3(from_py_with = int)] max_open_steps: u32,
+        #[pyo3(from_py_with = optional_int)] max_prefill_chunk: Option<u32>,
         policy: &str,
-        max_bypass: u32,
-        max_bypass_steps: u64,
+        #[pyo3(from_py_with = int)] max_bypass: u32,
+        #[pyo3(from_py_with = int)] max_bypass_steps: u64,
         max_bypass_seconds: f64,
         zero_blocks: &str,
         overflow: &str,
-        host_blocks: u32,
-        kv_bytes_per_block: u64,
+        #[pyo3(from_py_with = int)] host_blocks: u32,
+        #[pyo3(from_py_with = int)] kv_bytes_per_block: u64,
         link_bytes_per_second: f64,
         prefill_tokens_per_second: f64,
         max_token_gap: f64,
@@ -311,16 +312,16 @@ impl PyScheduler {
     fn add_tenant(
         &self,
         name: &str,
-        guaranteed: u32,
-        limit: Option<u32>,
+        #[pyo3(from_py_with = int)] guaranteed: u32,
+        #[pyo3(from_py_with = optional_int)] limit: Option<u32>,
         weight: f64,
         fingerprint: Option<&PyFingerprint>,
         isolation: &str,
         scope: &str,
         group: Option<&PyTenant>,
         public: Option<&PyTenant>,
-        max_waiting: Option<u32>,
-        max_waiting_tokens: Option<u64>,
+        #[pyo3(from_py_with = optional_int)] max_waiting: Option<u32>,
+        #[pyo3(from_py_with = optional_int)] max_waiting_tokens: Option<u64>,
     ) -> PyResult<PyTenant> {
         let isolation = isolation.parse().py()?;
         let default_limit = if isolation == Isolation::Strict { guaranteed } else { self.0.num_blocks() };
@@ -348,16 +349,16 @@ impl PyScheduler {
         &self,
         tenant: &PyTenant,
         prompt_ids: &Bound<'_, PyAny>,
-        max_tokens: u32,
-        min_tokens: u32,
+        #[pyo3(from_py_with = int)] max_tokens: u32,
+        #[pyo3(from_py_with = int)] min_tokens: u32,
         stop_token_ids: Option<&Bound<'_, PyAny>>,
-        priority: i32,
+        #[pyo3(from_py_with = int)] priority: i32,
         reuse: bool,
         salt: Option<Vec<u8>>,
         items: Option<Vec<(u32, Vec<u8>)>>,
-        deadline_steps: Option<u64>,
+        #[pyo3(from_py_with = optional_int)] deadline_steps: Option<u64>,
         deadline_seconds: Option<f64>,
-        n: u32,
+        #[pyo3(from_py_with = int)] n: u32,
     ) -> PyResult<u64> {
         let stop_token_ids = match stop_token_ids {
             Some(ids) => read_ints(ids, "stop_token_ids")?,
@@ -383,20 +384,24 @@ impl PyScheduler {
         self.0.unpublish(&tenant.0).py()
     }
 
-    fn abort(&self, request_id: u64) -> PyResult<bool> {
+    fn abort(&self, #[pyo3(from_py_with = int)] request_id: u64) -> PyResult<bool> {
         self.0.abort(SequenceId(request_id)).py()
     }
 
-    fn pause(&self, request_id: u64) -> PyResult<bool> {
+    fn pause(&self, #[pyo3(from_py_with = int)] request_id: u64) -> PyResult<bool> {
         self.0.pause(SequenceId(request_id)).py()
     }
 
-    fn resume(&self, request_id: u64) -> PyResult<bool> {
+    fn resume(&self, #[pyo3(from_py_with = int)] request_id: u64) -> PyResult<bool> {
         self.0.resume(SequenceId(request_id)).py()
     }
 
     #[pyo3(signature = (request_id, count=1))]
-    fn fork(&self, request_id: u64, count: u32) -> PyResult<Vec<u64>> {
+    fn fork(
+        &self,
+        #[pyo3(from_py_with = int)] request_id: u64,
+        #[pyo3(from_py_with = int)] count: u32,
+    ) -> PyResult<Vec<u64>> {
         let forked = self.0.fork(SequenceId(request_id), count).py()?;
         Ok(forked.into_iter().map(|id| id.0).collect())
     }
@@ -432,7 +437,11 @@ impl PyScheduler {
     }
 
     #[pyo3(signature = (*, deadline_steps=None, deadline_seconds=None))]
-    fn drain(&self, deadline_steps: Option<u64>, deadline_seconds: Option<f64>) -> PyResult<()> {
+    fn drain(
+        &self,
+        #[pyo3(from_py_with = optional_int)] deadline_steps: Option<u64>,
+        deadline_seconds: Option<f64>,
+    ) -> PyResult<()> {
         self.0.drain(Deadline { steps: deadline_steps, seconds: deadline_seconds }).py()
     }
 
@@ -443,7 +452,7 @@ impl PyScheduler {
     }
 
     #[pyo3(signature = (*, pad_to=0, now=None))]
-    fn step(&self, pad_to: usize, now: Option<f64>) -> PyResult<PyBatch> {
+    fn step(&self, #[pyo3(from_py_with = int)] pad_to: usize, now: Option<f64>) -> PyResult<PyBatch> {
         let batch = match now {
             Some(now) => self.0.step_at(pad_to, now),
             None => self.0.step(pad_to),
@@ -453,7 +462,7 @@ impl PyScheduler {
 
     fn commit(
         &self,
-        step_id: u64,
+        #[pyo3(from_py_with = int)] step_id: u64,
         token_start: &Bound<'_, PyAny>,
         tokens: &Bound<'_, PyAny>,
     ) -> PyResult<PyCommitOutcome> {
@@ -463,7 +472,12 @@ impl PyScheduler {
     }
 
     #[pyo3(signature = (step_id, reason, *, fail=false))]
-    fn abandon(&self, step_id: u64, reason: &str, fail: bool) -> PyResult<PyCommitOutcome> {
+    fn abandon(
+        &self,
+        #[pyo3(from_py_with = int)] step_id: u64,
+        reason: &str,
+        fail: bool,
+    ) -> PyResult<PyCommitOutcome> {
         Ok(PyCommitOutcome(self.0.abandon(StepId(step_id), reason, fail).py()?))
     }
 
@@ -472,7 +486,7 @@ impl PyScheduler {
     }
 
     #[pyo3(signature = (*, max_spans=0))]
-    fn begin_phases(&self, max_spans: usize) -> PyResult<()> {
+    fn begin_phases(&self, #[pyo3(from_py_with = int)] max_spans: usize) -> PyResult<()> {
         self.0.begin_phases(max_spans).py()
     }
 

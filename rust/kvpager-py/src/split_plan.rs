@@ -1,5 +1,6 @@
 //! Bindings of `kvpager_core::split_plan`: writes a plan into the caller's buffers.
 
+use crate::args::int;
 use crate::arrays::read_ints;
 use crate::error::{IntoPyResult, invalid};
 use kvpager_core::split_plan::{PlanShape, SplitPlan};
@@ -32,15 +33,15 @@ fn _split_plan(
     kv_starts: Option<&Bound<'_, PyAny>>,
     mut work: PyReadwriteArray1<'_, i32>,
     mut merges: PyReadwriteArray1<'_, i32>,
-    group: u32,
-    tile_rows: u32,
-    num_kv_heads: u32,
-    window: u32,
+    #[pyo3(from_py_with = int)] group: u32,
+    #[pyo3(from_py_with = int)] tile_rows: u32,
+    #[pyo3(from_py_with = int)] num_kv_heads: u32,
+    #[pyo3(from_py_with = int)] window: u32,
     causal: bool,
-    rows_above: u32,
-    rows_up_to: u32,
-    target_blocks: u32,
-    min_chunk: u32,
+    #[pyo3(from_py_with = int)] rows_above: u32,
+    #[pyo3(from_py_with = int)] rows_up_to: u32,
+    #[pyo3(from_py_with = int)] target_blocks: u32,
+    #[pyo3(from_py_with = int)] min_chunk: u32,
 ) -> PyResult<(usize, usize, u32)> {
     let shape = PlanShape {
         group,

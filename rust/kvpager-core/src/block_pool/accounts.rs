@@ -180,6 +180,7 @@ impl Accounts {
                 ))
             })?;
             if FAULT == faults::TORN_QUOTA {
+                std::thread::yield_now(); // a planted fault shows more often
                 account.word.store(new.pack(), Ordering::Relaxed);
                 self.permits.give(Permits { free: 0, shared: before.saturating_sub(after) });
                 return Ok(());
@@ -213,24 +214,58 @@ impl Accounts {
             };
             let new = Use { used, ..old };
             let shared = new.footprint::<FAULT>() - old.footprint::<FAULT>();
-            let more = Permits { free: free - taken.free, shared: shared.saturating_sub(taken.shared) };
+            // Shared capacity is backed by free blocks, so both are taken at once. What comes from the account's own
+            // guarantee is backed when it is committed, not before: until then another call of the account may be
+            // after the same capacity, and permits that both took would be missing to others, who are promised them.
+            let backed = free.min(shared);
+            let more = Permits {
+                free: backed.saturating_sub(taken.free),
+                shared: shared.saturating_sub(taken.shared),
+            };
             let in_account = u64::from(count - shared);
             if let Err(error) = self.permits.take(more, in_account, &self.cached) {
-                self.permits.give(taken);
+                self.permits.give(std::mem::replace(&mut taken, Permits { free: 0, shared: 0 }));
+                // What was asked for is worked out from what the account had: if it has less now, it may need less.
+                let now = account.word.load(Ordering::Relaxed);
+                if now != word {
+                    word = now;
+                    continue;
+                }
                 if FAULT == faults::KEEP_CAPACITY {
                     account.word.store(new.pack(), Ordering::Relaxed);
                 }
                 return Err(error);
             }
-            self.permits.give(Permits { free: 0, shared: taken.shared.saturating_sub(shared) });
-            taken = Permits { free, shared };
+            self.permits.give(Permits {
+                free: taken.free.saturating_sub(backed),
+                shared: taken.shared.saturating_sub(shared),
+            });
+            taken = Permits { free: backed, shared };
             // AcqRel pairs with itself in `give` and `guarantee`: whoever sees the use sees the shared counter
             // lowered. A failure means that the same account took or gave meanwhile; the cost is worked out again.
             match account.word.compare_exchange_weak(word, new.pack(), Ordering::AcqRel, Ordering::Relaxed) {
-                Ok(_) => return Ok(()),
+                Ok(_) => break,
                 Err(now) => word = now,
             }
         }
+        self.back::<FAULT>(id, count, free, taken.free)
+    }
+
+    /// Takes the free permits that committed capacity still lacks. Only cached blocks can be in the way.
+    fn back<const FAULT: u8>(&self, id: AccountId, count: u32, free: u32, taken: u32) -> Result<()> {
+        let lacking = Permits { free: free - taken, shared: 0 };
+        let Err(error) = self.permits.take(lacking, 0, &self.cached) else { return Ok(()) };
+        if FAULT != faults::KEEP_CAPACITY {
+            self.give::<FAULT>(id, count, taken)?;
+        }
+        Err(match error {
+            Error::NeedsReclaim { needed, free, cached } => Error::NeedsReclaim {
+                needed: needed + u64::from(taken),
+                free: free + u64::from(taken),
+                cached,
+            },
+            other => other,
+        })
     }
 
     /// Gives `count` committed blocks of an account back, and `free` permits for blocks that are published.

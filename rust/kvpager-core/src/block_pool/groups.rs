@@ -158,6 +158,9 @@ impl Groups {
         if cell.load(Ordering::Relaxed) & bit == 0 {
             return;
         }
+        if FAULT == faults::BLIND_SUMMARY {
+            std::thread::yield_now(); // a planted fault shows more often
+        }
         // AcqRel here and in `free`, both exchanges of this word: if our clear comes after a freer's `fetch_or`, we
         // have acquired its block and see it below; if before, the freer's `fetch_or` stands.
         cell.fetch_and(!bit, Ordering::AcqRel);

@@ -69,6 +69,9 @@ impl<const FAULT: u8> BlockPool<FAULT> {
     }
 
     fn push(&self, chain: Chain, epoch: StepEpoch) {
+        if FAULT == faults::LOSE_LATE_PUSH {
+            std::thread::yield_now(); // a planted fault shows more often
+        }
         self.epochs.push(epoch, chain.first, chain.last);
         if self.epochs.is_closed(epoch) && FAULT != faults::LOSE_LATE_PUSH {
             self.drain(epoch);

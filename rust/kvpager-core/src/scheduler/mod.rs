@@ -224,6 +224,9 @@ impl Scheduler {
     /// [`Error::InvalidArgument`] for a name that is taken, a weight that is not above 0 or a quota that the
     /// pool cannot give; [`Error::WrongState`] while a step is being planned.
     pub fn add_tenant(&self, config: &TenantConfig) -> Result<Arc<Tenant>> {
+        if config.name.is_empty() {
+            return Err(Error::invalid("the tenant's name is empty, must have 1 character at least"));
+        }
         if !(config.weight > 0.0 && config.weight.is_finite()) {
             return Err(Error::invalid(format!("weight is {}, must be above 0", config.weight)));
         }

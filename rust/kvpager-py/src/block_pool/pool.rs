@@ -1,9 +1,10 @@
 //! `BlockPool`.
 
-use super::handles::{Target, int, with_handles};
+use super::handles::{Target, with_handles};
 use super::reservation::PyReservation;
 use super::stats::{PyAccountStats, PyPoolStats};
 use super::wait::{deadline, wait};
+use crate::args::{int, optional_int};
 use crate::error::{IntoPyResult, invalid};
 use crate::fork::Home;
 use kvpager_core::block_pool::{BlockPool, PoolConfig, Quota, StepEpoch};
@@ -15,26 +16,14 @@ use std::sync::Arc;
 #[pyclass(name = "BlockPool", module = "kvpager._core", frozen)]
 pub(crate) struct PyBlockPool {
     pub(crate) inner: Arc<BlockPool>,
-    home: Home,
+    pub(super) home: Home,
 }
 
 impl PyBlockPool {
-    fn here(&self) -> PyResult<&Arc<BlockPool>> {
+    pub(super) fn here(&self) -> PyResult<&Arc<BlockPool>> {
         self.home.check()?;
         Ok(&self.inner)
     }
-
-    fn limit(&self, limit: Option<&Bound<'_, PyAny>>, default: u32) -> PyResult<u32> {
-        limit.map_or(Ok(default), |limit| int(limit, "limit"))
-    }
-}
-
-fn account_id(account: &Bound<'_, PyAny>) -> PyResult<AccountId> {
-    int(account, "account").map(AccountId)
-}
-
-fn handle(block: &Bound<'_, PyAny>) -> PyResult<BlockHandle> {
-    int(block, "block").map(BlockHandle::from_bits)
 }
 
 #[pymethods]
@@ -42,16 +31,15 @@ impl PyBlockPool {
     #[new]
     #[pyo3(signature = (num_blocks, *, max_accounts=None, max_open_steps=None))]
     fn new(
-        num_blocks: &Bound<'_, PyAny>,
-        max_accounts: Option<&Bound<'_, PyAny>>,
-        max_open_steps: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = int)] num_blocks: u32,
+        #[pyo3(from_py_with = optional_int)] max_accounts: Option<u32>,
+        #[pyo3(from_py_with = optional_int)] max_open_steps: Option<u32>,
     ) -> PyResult<Self> {
         let defaults = PoolConfig::default();
         let config = PoolConfig {
-            num_blocks: int(num_blocks, "num_blocks")?,
-            max_accounts: max_accounts.map_or(Ok(defaults.max_accounts), |n| int(n, "max_accounts"))?,
-            max_open_steps: max_open_steps
-                .map_or(Ok(defaults.max_open_steps), |n| int(n, "max_open_steps"))?,
+            num_blocks,
+            max_accounts: max_accounts.unwrap_or(defaults.max_accounts),
+            max_open_steps: max_open_steps.unwrap_or(defaults.max_open_steps),
         };
         Ok(Self { inner: BlockPool::new(config).py()?, home: Home::here() })
     }
@@ -61,44 +49,56 @@ impl PyBlockPool {
         self.inner.num_blocks()
     }
 
+    #[getter]
+    fn num_accounts(&self) -> u32 {
+        self.inner.num_accounts()
+    }
+
     #[pyo3(signature = (*, guaranteed=None, limit=None))]
     fn add_account(
         &self,
-        guaranteed: Option<&Bound<'_, PyAny>>,
-        limit: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = optional_int)] guaranteed: Option<u32>,
+        #[pyo3(from_py_with = optional_int)] limit: Option<u32>,
     ) -> PyResult<u32> {
         let pool = self.here()?;
-        let guaranteed = guaranteed.map_or(Ok(0), |guaranteed| int(guaranteed, "guaranteed"))?;
-        let limit = self.limit(limit, pool.num_blocks())?;
-        Ok(pool.add_account(Quota { guaranteed, limit }).py()?.0)
+        let quota =
+            Quota { guaranteed: guaranteed.unwrap_or(0), limit: limit.unwrap_or_else(|| pool.num_blocks()) };
+        Ok(pool.add_account(quota).py()?.0)
     }
 
-    fn quota(&self, account: &Bound<'_, PyAny>) -> PyResult<(u32, u32)> {
-        let quota = self.here()?.quota(account_id(account)?).py()?;
+    fn quota(&self, #[pyo3(from_py_with = int)] account: u32) -> PyResult<(u32, u32)> {
+        let quota = self.here()?.quota(AccountId(account)).py()?;
         Ok((quota.guaranteed, quota.limit))
     }
 
     #[pyo3(signature = (account, *, guaranteed=None, limit=None))]
     fn set_quota(
         &self,
-        account: &Bound<'_, PyAny>,
-        guaranteed: Option<&Bound<'_, PyAny>>,
-        limit: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = int)] account: u32,
+        #[pyo3(from_py_with = optional_int)] guaranteed: Option<u32>,
+        #[pyo3(from_py_with = optional_int)] limit: Option<u32>,
     ) -> PyResult<()> {
-        let pool = self.here()?;
-        let account = account_id(account)?;
+        let (pool, account) = (self.here()?, AccountId(account));
         let old = pool.quota(account).py()?;
-        let guaranteed = guaranteed.map_or(Ok(old.guaranteed), |guaranteed| int(guaranteed, "guaranteed"))?;
-        let limit = self.limit(limit, old.limit)?;
-        pool.set_quota(account, Quota { guaranteed, limit }).py()
+        let quota =
+            Quota { guaranteed: guaranteed.unwrap_or(old.guaranteed), limit: limit.unwrap_or(old.limit) };
+        pool.set_quota(account, quota).py()
     }
 
-    fn available(&self, account: &Bound<'_, PyAny>) -> PyResult<u64> {
-        self.here()?.available(account_id(account)?).py()
+    fn reachable(&self, #[pyo3(from_py_with = int)] account: u32) -> PyResult<u32> {
+        self.here()?.reachable(AccountId(account)).py()
     }
 
-    fn reserve(&self, account: &Bound<'_, PyAny>, num_blocks: &Bound<'_, PyAny>) -> PyResult<PyReservation> {
-        let reservation = self.here()?.reserve(account_id(account)?, int(num_blocks, "num_blocks")?).py()?;
+    fn available(&self, #[pyo3(from_py_with = int)] account: u32) -> PyResult<u64> {
+        self.here()?.available(AccountId(account)).py()
+    }
+
+    fn reserve(
+        &self,
+        #[pyo3(from_py_with = int)] account: u32,
+        #[pyo3(from_py_with = int)] num_blocks: u32,
+    ) -> PyResult<PyReservation> {
+        let reservation = self.here()?.reserve(AccountId(account), num_blocks).py()?;
         Ok(PyReservation::new(reservation, self.home))
     }
 
@@ -106,12 +106,11 @@ impl PyBlockPool {
     fn allocate<'py>(
         &self,
         py: Python<'py>,
-        account: &Bound<'py, PyAny>,
-        num_blocks: Option<&Bound<'py, PyAny>>,
+        #[pyo3(from_py_with = int)] account: u32,
+        #[pyo3(from_py_with = optional_int)] num_blocks: Option<usize>,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let pool = self.here()?;
-        let account = account_id(account)?;
+        let (pool, account) = (self.here()?, AccountId(account));
         let target = Target::read(num_blocks, out)?;
         if target.len() > pool.num_blocks() as usize {
             // More than any limit: asked for without room for the answer, so that it is refused with the numbers.
@@ -121,9 +120,9 @@ impl PyBlockPool {
         target.fill(py, |blocks| pool.allocate(account, blocks).py())
     }
 
-    fn allocate_one(&self, account: &Bound<'_, PyAny>) -> PyResult<u64> {
+    fn allocate_one(&self, #[pyo3(from_py_with = int)] account: u32) -> PyResult<u64> {
         let mut block = [BlockHandle::new(0, BlockId(0))];
-        self.here()?.allocate(account_id(account)?, &mut block).py()?;
+        self.here()?.allocate(AccountId(account), &mut block).py()?;
         Ok(block[0].to_bits())
     }
 
@@ -137,48 +136,50 @@ impl PyBlockPool {
         with_handles(blocks, |blocks| pool.release(blocks))?.py()
     }
 
-    fn release_one(&self, block: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.here()?.release(&[handle(block)?]).py()
+    fn release_one(&self, #[pyo3(from_py_with = int)] block: u64) -> PyResult<()> {
+        self.here()?.release(&[BlockHandle::from_bits(block)]).py()
     }
 
-    fn is_exclusive(&self, block: &Bound<'_, PyAny>) -> PyResult<bool> {
-        self.here()?.is_exclusive(handle(block)?).py()
+    fn is_exclusive(&self, #[pyo3(from_py_with = int)] block: u64) -> PyResult<bool> {
+        self.here()?.is_exclusive(BlockHandle::from_bits(block)).py()
     }
 
     fn open_step(&self) -> PyResult<u64> {
         Ok(self.here()?.open_step().py()?.number())
     }
 
-    fn close_step(&self, epoch: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.here()?.close_step(StepEpoch::from_number(int(epoch, "epoch")?)).py()
+    fn close_step(&self, #[pyo3(from_py_with = int)] epoch: u64) -> PyResult<()> {
+        self.here()?.close_step(StepEpoch::from_number(epoch)).py()
+    }
+
+    fn epoch_closed(&self, #[pyo3(from_py_with = int)] epoch: u64) -> PyResult<bool> {
+        Ok(self.here()?.epoch_closed(StepEpoch::from_number(epoch)))
     }
 
     #[pyo3(signature = (num_blocks, timeout=None, *, account=None))]
     fn wait_for_blocks(
         &self,
         py: Python<'_>,
-        num_blocks: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = int)] num_blocks: u64,
         timeout: Option<&Bound<'_, PyAny>>,
-        account: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = optional_int)] account: Option<u32>,
     ) -> PyResult<bool> {
-        let pool = self.here()?;
-        let count: u64 = int(num_blocks, "num_blocks")?;
+        let (pool, count) = (self.here()?, num_blocks);
         if count > u64::from(pool.num_blocks()) {
             return Err(invalid(format!("{count} blocks cannot come: the pool has {}", pool.num_blocks())));
         }
         let timeout = timeout.map(|timeout| {
             timeout.extract::<f64>().map_err(|_| invalid("timeout must be a number of seconds or None"))
         });
-        let account = account.map(account_id).transpose()?;
-        wait(py, pool, account, count, deadline(timeout.transpose()?)?)
+        wait(py, pool, account.map(AccountId), count, deadline(timeout.transpose()?)?)
     }
 
     fn stats(&self) -> PyResult<PyPoolStats> {
         Ok(PyPoolStats(self.here()?.stats()))
     }
 
-    fn account_stats(&self, account: &Bound<'_, PyAny>) -> PyResult<PyAccountStats> {
-        Ok(PyAccountStats(self.here()?.account_stats(account_id(account)?).py()?))
+    fn account_stats(&self, #[pyo3(from_py_with = int)] account: u32) -> PyResult<PyAccountStats> {
+        Ok(PyAccountStats(self.here()?.account_stats(AccountId(account)).py()?))
     }
 
     fn check_invariants(&self) -> PyResult<()> {

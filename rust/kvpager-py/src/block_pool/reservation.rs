@@ -1,6 +1,7 @@
 //! `Reservation`.
 
-use super::handles::{Target, int};
+use super::handles::{Target, with_handles};
+use crate::args::{int, optional_int};
 use crate::error::{IntoPyResult, invalid, wrong_state};
 use crate::fork::Home;
 use kvpager_core::BlockHandle;
@@ -57,7 +58,7 @@ impl PyReservation {
     fn allocate<'py>(
         &self,
         py: Python<'py>,
-        num_blocks: Option<&Bound<'py, PyAny>>,
+        #[pyo3(from_py_with = optional_int)] num_blocks: Option<usize>,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let target = Target::read(num_blocks, out)?;
@@ -79,14 +80,16 @@ impl PyReservation {
         Ok(block[0].to_bits())
     }
 
-    fn grow(&self, num_blocks: &Bound<'_, PyAny>) -> PyResult<()> {
-        let count = int(num_blocks, "num_blocks")?;
-        self.open(|inner| inner.grow(count).py())
+    fn put_back(&self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.open(|inner| with_handles(blocks, |blocks| inner.put_back(blocks))?.py())
     }
 
-    fn shrink(&self, num_blocks: &Bound<'_, PyAny>) -> PyResult<()> {
-        let count = int(num_blocks, "num_blocks")?;
-        self.open(|inner| inner.shrink(count).py())
+    fn grow(&self, #[pyo3(from_py_with = int)] num_blocks: u32) -> PyResult<()> {
+        self.open(|inner| inner.grow(num_blocks).py())
+    }
+
+    fn shrink(&self, #[pyo3(from_py_with = int)] num_blocks: u32) -> PyResult<()> {
+        self.open(|inner| inner.shrink(num_blocks).py())
     }
 
     fn close(&self) -> PyResult<()> {

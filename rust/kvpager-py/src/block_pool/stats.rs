@@ -27,7 +27,8 @@ macro_rules! counts {
 
 counts! {
     /// Blocks of a pool by state.
-    PyPoolStats(PoolStats, "PoolStats"), capacity, held, cached, free, reserved, quarantined, peak_held
+    PyPoolStats(PoolStats, "PoolStats"), capacity, held, cached, free, reserved, quarantined, peak_held,
+    stranded
 }
 counts! {
     /// Blocks of one account.

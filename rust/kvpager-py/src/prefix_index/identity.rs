@@ -1,5 +1,6 @@
 //! `Fingerprint` and `ShareScope`: values, compared and hashed by their canonical bytes.
 
+use crate::args::optional_int;
 use crate::error::invalid;
 use kvpager_core::prefix_index::{Adapter, Fingerprint, ShareScope};
 use pyo3::prelude::*;
@@ -29,11 +30,11 @@ impl PyFingerprint {
         rope_theta: Option<f64>,
         rope_scaling: Option<String>,
         attention_mask: Option<String>,
-        window: Option<u64>,
+        #[pyo3(from_py_with = optional_int)] window: Option<u64>,
         kv_dtype: Option<String>,
         kv_scales: Option<String>,
         numerics: Option<String>,
-        block_size: Option<u64>,
+        #[pyo3(from_py_with = optional_int)] block_size: Option<u64>,
     ) -> Self {
         let adapter = |(digest, scale)| Adapter { digest, scale };
         let adapters = adapters.map(|list| list.into_iter().map(adapter).collect());

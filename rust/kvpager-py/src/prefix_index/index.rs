@@ -6,6 +6,7 @@ use super::pinned::{Held, PyMatch};
 use super::place::{Pinned, Place, PlaceRef, PyScopeChain};
 use super::stats::{PyNamespaceStats, PySaltStats};
 use super::tokens::Tokens;
+use crate::args::{int, optional_int};
 use crate::arrays::read_ints;
 use crate::block_pool::PyBlockPool;
 use crate::error::{IntoPyResult, invalid};
@@ -101,10 +102,10 @@ impl PyPrefixIndex {
         event_tokens=false))]
     fn new(
         pool: &PyBlockPool,
-        block_size: u32,
+        #[pyo3(from_py_with = int)] block_size: u32,
         eviction: &str,
         event_key: Option<&[u8]>,
-        event_capacity: usize,
+        #[pyo3(from_py_with = int)] event_capacity: usize,
         event_tokens: bool,
     ) -> PyResult<Self> {
         let config = IndexConfig { block_size, eviction: eviction.parse::<_>().py()? };
@@ -140,7 +141,7 @@ impl PyPrefixIndex {
         &self,
         scope: &PyShareScope,
         fingerprint: Option<&PyFingerprint>,
-        account: Option<u32>,
+        #[pyo3(from_py_with = optional_int)] account: Option<u32>,
     ) -> PyResult<u32> {
         let absent = Fingerprint::default();
         let fingerprint = fingerprint.map_or(&absent, |fingerprint| &fingerprint.inner);
@@ -149,12 +150,12 @@ impl PyPrefixIndex {
     }
 
     /// Sets what an account's tenant may observe of others: "open", "scoped" (the default) or "strict".
-    fn set_isolation(&self, account: u32, isolation: &str) -> PyResult<()> {
+    fn set_isolation(&self, #[pyo3(from_py_with = int)] account: u32, isolation: &str) -> PyResult<()> {
         self.inner.set_isolation(AccountId(account), isolation.parse().py()?).py()
     }
 
     /// The level of an account.
-    fn isolation(&self, account: u32) -> &'static str {
+    fn isolation(&self, #[pyo3(from_py_with = int)] account: u32) -> &'static str {
         self.inner.isolation(AccountId(account)).name()
     }
 
@@ -219,13 +220,17 @@ impl PyPrefixIndex {
     }
 
     /// How many tokens `match_prefix` would find now. Pins and touches nothing.
-    fn peek_prefix(&self, namespace: i64, tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
+    fn peek_prefix(
+        &self,
+        #[pyo3(from_py_with = int)] namespace: i64,
+        tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<usize> {
         let tokens = Tokens::read(tokens, "tokens")?;
         self.inner.peek_prefix(namespace_id(namespace)?, tokens.as_slice()?).py()
     }
 
     /// A match of the empty prefix.
-    fn root(&self, namespace: i64) -> PyResult<PyMatch> {
+    fn root(&self, #[pyo3(from_py_with = int)] namespace: i64) -> PyResult<PyMatch> {
         let pin = self.inner.root(namespace_id(namespace)?).py()?;
         Ok(PyMatch::new(Pinned::One(pin), Vec::new(), self.block_size))
     }
@@ -246,7 +251,7 @@ impl PyPrefixIndex {
     fn publish_prefix(
         &self,
         py: Python<'_>,
-        namespace: i64,
+        #[pyo3(from_py_with = int)] namespace: i64,
         tokens: &Bound<'_, PyAny>,
     ) -> PyResult<(PyMatch, usize)> {
         let namespace = namespace_id(namespace)?;
@@ -290,7 +295,7 @@ impl PyPrefixIndex {
 
     /// Takes up to `max_events` events, oldest first.
     #[pyo3(signature = (max_events=4096))]
-    fn poll_events(&self, py: Python<'_>, max_events: usize) -> PyEventBatch {
+    fn poll_events(&self, py: Python<'_>, #[pyo3(from_py_with = int)] max_events: usize) -> PyEventBatch {
         PyEventBatch::new(py.detach(|| self.inner.poll_events(max_events)))
     }
 
@@ -300,33 +305,47 @@ impl PyPrefixIndex {
     }
 
     /// Counts of a namespace.
-    fn namespace_stats(&self, py: Python<'_>, namespace: i64) -> PyResult<PyNamespaceStats> {
+    fn namespace_stats(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = int)] namespace: i64,
+    ) -> PyResult<PyNamespaceStats> {
         let namespace = namespace_id(namespace)?;
         Ok(PyNamespaceStats::new(py.detach(|| self.inner.namespace_stats(namespace)).py()?))
     }
 
     /// Sets how many namespaces of salts an account may have at once.
-    fn set_max_salts(&self, max_salts: u32) {
+    fn set_max_salts(&self, #[pyo3(from_py_with = int)] max_salts: u32) {
         self.inner.set_max_salts(max_salts);
     }
 
     /// Counts of the namespaces that clients' salts made for an account.
-    fn salt_stats(&self, account: u32) -> PySaltStats {
+    fn salt_stats(&self, #[pyo3(from_py_with = int)] account: u32) -> PySaltStats {
         PySaltStats::new(self.inner.salt_stats(AccountId(account)))
     }
 
     /// Evicts an account's own cached blocks until `num_blocks` more are within its limit, if it is `strict`.
-    fn make_room(&self, py: Python<'_>, account: u32, num_blocks: u32) -> PyResult<u32> {
+    fn make_room(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = int)] account: u32,
+        #[pyo3(from_py_with = int)] num_blocks: u32,
+    ) -> PyResult<u32> {
         py.detach(|| self.inner.make_room(AccountId(account), num_blocks)).py()
     }
 
     /// Evicts up to `num_blocks` cached blocks for an account, whose as its level says; returns how many.
-    fn reclaim(&self, py: Python<'_>, account: u32, num_blocks: u32) -> u32 {
+    fn reclaim(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = int)] account: u32,
+        #[pyo3(from_py_with = int)] num_blocks: u32,
+    ) -> u32 {
         py.detach(|| self.inner.reclaim(AccountId(account), num_blocks))
     }
 
     /// Evicts up to `num_blocks` cached blocks; returns how many.
-    fn evict(&self, py: Python<'_>, num_blocks: i64) -> PyResult<u32> {
+    fn evict(&self, py: Python<'_>, #[pyo3(from_py_with = int)] num_blocks: i64) -> PyResult<u32> {
         let num_blocks = u32::try_from(num_blocks)
             .map_err(|_| invalid(format!("num_blocks must be from 0 to {}, is {num_blocks}", u32::MAX)))?;
         Ok(py.detach(|| self.inner.evict(num_blocks)))

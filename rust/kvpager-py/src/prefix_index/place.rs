@@ -1,6 +1,7 @@
 //! Where a call looks or inserts: one namespace, or a chain of scopes.
 
 use super::identity::namespace_id;
+use crate::args::named_int;
 use kvpager_core::prefix_index::{ChainPin, Extended, Pin, PrefixIndex, ScopeChain};
 use kvpager_core::{BlockHandle, NamespaceId, Result};
 use pyo3::prelude::*;
@@ -36,7 +37,7 @@ impl<'py> Place<'py> {
     pub(super) fn read(object: &Bound<'py, PyAny>) -> PyResult<Self> {
         match object.cast::<PyScopeChain>() {
             Ok(chain) => Ok(Self::Chain(chain.borrow())),
-            Err(_) => namespace_id(object.extract()?).map(Self::One),
+            Err(_) => namespace_id(named_int(object, "namespace")?).map(Self::One),
         }
     }
 

@@ -1,0 +1,153 @@
+"""`kvpager stress`: a sound pool passes, every planted fault is seen, and Ctrl-C ends with what there is."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpager._core import Stress
+
+pytestmark = pytest.mark.timeout(180)
+
+COMMAND = [sys.executable, "-c", "from kvpager.cli import main; main()", "stress"]
+
+
+def run_stress(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
+
+
+def found(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    return dict(json.loads(run.stdout))
+
+
+@pytest.mark.parametrize("ways", [(), ("--python",)])
+def test_json_has_the_documented_keys(ways: tuple[str, ...]) -> None:
+    run = run_stress(*ways, "--seconds", "1", "--threads", "3", "--seed", "5", "--json")
+    assert run.returncode == 0, run.stdout + run.stderr
+    report = found(run)
+    assert report["ok"] is True
+    assert report["seed"] == 5
+    assert report["operations"] > 100
+    assert report["checks"] > 0
+    assert report["violations"] == []
+    assert 0.3 < report["wall_time"] < 30
+    latency = report["latency_ns"]
+    assert 0 < latency["p50"] <= latency["p99"] <= latency["p999"] <= latency["max"]
+    assert "allocate" in report["latency_by_operation_ns"]
+
+
+@pytest.mark.parametrize("mix", ["alloc", "share", "cow", "quota", "all"])
+@pytest.mark.parametrize("ways", [(), ("--python",)])
+def test_every_mix_passes(mix: str, ways: tuple[str, ...]) -> None:
+    run = run_stress(*ways, "--mix", mix, "--seconds", "0.5", "--blocks", "100", "--tenants", "3", "--json")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert found(run)["operations"] > 0
+
+
+@pytest.mark.parametrize("numbers", [("1", "1", "1"), ("2", "3", "7"), ("20", "2", "250")])
+def test_any_size_works(numbers: tuple[str, str, str]) -> None:
+    threads, blocks, tenants = numbers
+    run = run_stress(
+        "--threads", threads, "--blocks", blocks, "--tenants", tenants, "--seconds", "0.3", "--json"
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_table_is_for_people() -> None:
+    run = run_stress("--seconds", "0.3")
+    assert run.returncode == 0, run.stderr
+    assert "p99.9" in run.stdout
+    assert "ok: nothing is off" in run.stdout
+    assert run.stderr == ""
+
+
+@pytest.mark.parametrize("fault", Stress.fault_names())
+def test_every_planted_fault_is_seen(fault: str) -> None:
+    """Some take threads that really meet, so the time is long; most are seen in the first rounds."""
+    run = run_stress(
+        "--inject", fault, "--seconds", "120", "--shrink-seconds", "0.3", "--seed", "3", "--json"
+    )
+    assert run.returncode == 1, run.stdout + run.stderr
+    report = found(run)
+    assert report["ok"] is False
+    assert report["seed"] == 3
+    assert report["violations"]
+    assert report["violations"][0]["text"]
+    assert report["history"]["way"] in ("in_order", "at_once", "recorded")
+
+
+def test_a_failing_history_is_small_and_for_people() -> None:
+    run = run_stress("--inject", "double-release")
+    assert run.returncode == 1
+    assert "violation: " in run.stdout
+    assert "smallest failing history (one thread, in this order, always):" in run.stdout
+    assert "seed 0" in run.stdout
+    history = found(run_stress("--inject", "skip-quarantine", "--json"))["history"]
+    assert history["way"] == "in_order"
+    assert len(history["operations"]) <= 6, history
+    assert "is open" in history["text"]
+
+
+def test_the_faults_are_listed() -> None:
+    run = run_stress("--inject", "list")
+    assert run.returncode == 0
+    assert run.stdout.split() == Stress.fault_names()
+    assert {"double-release", "stale-handle", "early-permit", "skip-quarantine"} <= set(run.stdout.split())
+
+
+def wait_for_threads(pid: int) -> None:
+    """Waits until a run's eight workers are there."""
+    tasks = Path(f"/proc/{pid}/task")
+    until = time.monotonic() + 60
+    while len(list(tasks.iterdir())) < 9 and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at the threads of another process")
+@pytest.mark.parametrize("ways", [(), ("--python",)])
+def test_ctrl_c_ends_with_what_there_is(ways: tuple[str, ...]) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, *ways, "--seconds", "100", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_threads(process.pid)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    report = json.loads(output)
+    assert report["interrupted"] is True
+    assert report["ok"] is True
+    assert errors == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--threads", "0"], "equal to 1"),
+        (["--threads", "257"], "256"),
+        (["--blocks", "-1"], "equal to 1"),
+        (["--blocks", str(2**40)], str(2**24)),
+        (["--tenants", "251"], "250"),
+        (["--seconds", "0"], "0.1"),
+        (["--seconds", "nan"], "1000000"),
+        (["--seed", "-1"], "equal to 0"),
+        (["--seed", "9" * 30], str(2**64 - 1)),
+        (["--mix", "nonsense"], "nonsense"),
+        (["--inject", "nonsense"], "same-generation"),
+        (["--inject", "double-release", "--python"], "--python"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], text: str) -> None:
+    run = run_stress(*arguments)
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert run.stderr.count("\n") == 1, run.stderr
+    assert text in run.stderr
