@@ -25,19 +25,7 @@ pub fn append_kv(pairs: &[(&str, Append<'_>)], slots: &[i64], threads: &ThreadPo
         pair.check(name, slots)?;
     }
     for (_, pair) in pairs {
-        let block_size = pair.cache.shape()[1].max(1);
-        // A job takes the tokens of its blocks, in their order, so that a slot named twice is one job's.
-        let num_jobs = (threads.size() * JOBS_PER_THREAD).min(slots.len());
-        let job_bytes = pair.rows.item_bytes() * slots.len().div_ceil(num_jobs.max(1));
-        threads.run_moves(num_jobs, job_bytes, &|job| {
-            for (token, &slot) in slots.iter().enumerate() {
-                if let Some(slot) =
-                    usize::try_from(slot).ok().filter(|slot| slot / block_size % num_jobs == job)
-                {
-                    pair.write_token(token, slot);
-                }
-            }
-        });
+        pair.write_tokens(slots, threads);
     }
     Ok(())
 }
@@ -62,6 +50,23 @@ impl Append<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Writes all tokens. A job takes those of its blocks, in their order, so that a slot named twice is one job's.
+    fn write_tokens(&self, slots: &[i64], threads: &ThreadPool) {
+        let shared = threads.shares_move(self.rows.item_bytes().saturating_mul(slots.len()));
+        let num_jobs = if shared { (threads.size() * JOBS_PER_THREAD).min(slots.len()) } else { 1 };
+        let block_size = self.cache.shape()[1].max(1);
+        let job_of = |slot: usize| if num_jobs == 1 { 0 } else { slot / block_size % num_jobs };
+        let targets: Vec<Option<(usize, usize)>> =
+            slots.iter().map(|&slot| usize::try_from(slot).ok().map(|slot| (job_of(slot), slot))).collect();
+        threads.run(num_jobs, &|job| {
+            for (token, target) in targets.iter().enumerate() {
+                if let Some((_, slot)) = target.filter(|target| target.0 == job) {
+                    self.write_token(token, slot);
+                }
+            }
+        });
     }
 
     fn write_token(&self, token: usize, slot: usize) {

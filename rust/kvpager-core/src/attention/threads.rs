@@ -237,10 +237,15 @@ impl ThreadPool {
 }
 
 impl ThreadPool {
+    /// Whether moving so many bytes is worth more than one thread.
+    pub(super) fn shares_move(&self, bytes: usize) -> bool {
+        self.size() > 1 && bytes >= MOVED_BYTES_WORTH_THREADS
+    }
+
     /// Calls `work(i)` once for each `i` in `0..num_items`, each of which moves `item_bytes`: on this thread alone
     /// where waking others would cost more than it saves.
     pub(super) fn run_moves(&self, num_items: usize, item_bytes: usize, work: &(dyn Fn(usize) + Sync)) {
-        if num_items.saturating_mul(item_bytes) < MOVED_BYTES_WORTH_THREADS {
+        if !self.shares_move(num_items.saturating_mul(item_bytes)) {
             return (0..num_items).for_each(work);
         }
         let num_jobs = num_items.min(self.size() * JOBS_PER_MOVING_THREAD);
