@@ -60,7 +60,7 @@ fn every_planted_fault_is_seen() {
 #[test]
 fn what_one_thread_can_see_is_shown_by_a_few_operations() {
     for (name, most) in
-        [("double-release", 4), ("stale-handle", 4), ("skip-quarantine", 6), ("leak-magazine", 4)]
+        [("double-release", 20), ("stale-handle", 8), ("skip-quarantine", 8), ("leak-magazine", 8)]
     {
         let time = Duration::from_secs(60);
         let report = run_and_shrink("all", 1, Some(name), time, time);
