@@ -75,6 +75,7 @@ class Calls:
             ("Scheduler", "__new__"): (Scheduler, {"pool": pool}),
             ("Scheduler", "add_tenant"): (scheduler.add_tenant, {"name": "b"}),
             ("Scheduler", "submit"): (scheduler.submit, {"tenant": self.tenant, "prompt_ids": [1]}),
+            ("Scheduler", "fork"): (scheduler.fork, {"request_id": 0, "count": 1}),
             ("Scheduler", "commit"): (scheduler.commit, {"step_id": 0, "token_start": [0], "tokens": []}),
             ("Scheduler", "abandon"): (scheduler.abandon, {"step_id": 0, "reason": ""}),
             ("SequentialReplay", "__new__"): (
