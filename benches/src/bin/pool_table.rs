@@ -11,7 +11,7 @@ use kvpager_benches::{
 };
 use kvpager_core::block_pool::{BlockPool, PoolConfig};
 use std::sync::Barrier;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 const BLOCKS: u32 = 65_536;
@@ -51,18 +51,23 @@ fn alone<P: Peer>(peer: &P, batch: usize) -> f64 {
     median((0..REPEATS).map(repeat).collect())
 }
 
-/// Nanoseconds of an operation of two threads in bursts that overlap for at least 85 % of both.
+/// Nanoseconds of an operation of two threads in bursts that overlap for at least 85 % of both. They meet spinning
+/// before each burst, so that both have a core when it starts.
 fn paired<P: Peer>(peer: &P, batch: usize) -> (f64, usize) {
-    let (barrier, done) = (Barrier::new(2), AtomicBool::new(false));
+    let (rounds, done) = ([const { AtomicUsize::new(0) }; 2], AtomicBool::new(false));
     let operations = if batch == 1 { 400 } else { 100 };
     let start = Instant::now();
     let bursts = |thread: usize| {
         let mut worker = Worker::new(peer, thread, batch);
         let mut times = Vec::new();
-        for _ in 0..6_000 {
-            barrier.wait();
-            if done.load(Ordering::Relaxed) {
-                break;
+        for round in 1..=6_000 {
+            rounds[thread].store(round, Ordering::Release);
+            while rounds[1 - thread].load(Ordering::Acquire) < round {
+                if done.load(Ordering::Relaxed) || start.elapsed() > Duration::from_secs(3) {
+                    done.store(true, Ordering::Relaxed);
+                    return times;
+                }
+                std::hint::spin_loop();
             }
             let from = start.elapsed();
             for _ in 0..operations {

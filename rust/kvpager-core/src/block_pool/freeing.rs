@@ -67,25 +67,34 @@ impl<const FAULT: u8> BlockPool<FAULT> {
 
     /// Frees what was taken out as planned, without its capacity.
     pub(super) fn free_planned(&self, blocks: &[BlockHandle], plan: &Plan) {
-        let mut rest = blocks;
-        for run in &plan.runs {
-            let (members, others) = rest.split_at(run.len());
-            rest = others;
-            let cells = self.members(run.group as usize);
-            // A handle has its block's generation. Release as in `claim`.
-            if let Some(range) = run.range() {
-                for (block, cell) in members.iter().zip(&cells[range]) {
-                    cell.store(State::freed::<FAULT>(block.to_bits()), Ordering::Release);
-                }
-            } else {
-                for block in members {
-                    let (_, bit) = place(block.id().0);
-                    let cell = &cells[bit.trailing_zeros() as usize];
+        if plan.runs.len() > blocks.len() / 8 {
+            // Short runs: one loop over all costs less than the end of a loop for each.
+            self.mark_freed(blocks);
+        } else {
+            let mut rest = blocks;
+            for run in &plan.runs {
+                let (members, others) = rest.split_at(run.len());
+                rest = others;
+                let Some(range) = run.range() else {
+                    self.mark_freed(members);
+                    continue;
+                };
+                let cells = &self.members(run.group as usize)[range];
+                for (block, cell) in members.iter().zip(cells) {
                     cell.store(State::freed::<FAULT>(block.to_bits()), Ordering::Release);
                 }
             }
         }
         self.groups.free_all(plan.runs.iter().map(|run| (run.group as usize, run.mask())));
+    }
+
+    /// Writes the words of blocks that are off and the caller's, and about to be freed.
+    fn mark_freed(&self, blocks: &[BlockHandle]) {
+        let states = &*self.states;
+        for block in blocks {
+            // A handle has its block's generation. Release as in `claim`; the block is published by its group.
+            states[block.id().0 as usize].store(State::freed::<FAULT>(block.to_bits()), Ordering::Release);
+        }
     }
 
     /// Frees blocks that are off and the caller's, each once. `give` gets runs of one account after their blocks

@@ -237,12 +237,9 @@ impl Groups {
     }
 
     /// Frees blocks that are off, of many groups. Groups that had none free are noted in the summary 64 at a time.
-    /// This thread looks there first next: what it has just freed is near, in the cache and in one run.
     pub(super) fn free_all(&self, runs: impl Iterator<Item = (usize, u64)>) {
         let (mut at, mut bits) = (0, 0);
-        let mut lowest = self.words.len();
         for (group, mask) in runs {
-            lowest = lowest.min(group);
             if self.free_unseen(group, mask) {
                 if group / SPAN != at && bits != 0 {
                     // As in `free`.
@@ -254,9 +251,6 @@ impl Groups {
         }
         if bits != 0 {
             self.summary[at].fetch_or(bits, Ordering::AcqRel);
-        }
-        if lowest < self.words.len() {
-            self.hints.store(lowest);
         }
     }
 
