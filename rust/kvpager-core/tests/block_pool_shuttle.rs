@@ -74,7 +74,6 @@ macro_rules! planted {
 
 planted!(
     the_same_generation_is_seen: SAME_GENERATION,
-    early_permits_are_seen: EARLY_PERMIT,
     a_blind_release_is_seen: BLIND_RELEASE,
     a_lost_push_is_seen: LOSE_LATE_PUSH,
     a_leaking_reservation_is_seen: LEAK_RESERVATION,
