@@ -46,14 +46,16 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         chain.first = block;
     }
 
-    /// The blocks of a chain. Each link is read before its block is handed over.
+    /// The blocks of a chain. Each link is read before its block is handed over. A block is in one chain once; a
+    /// planted fault can close a chain to a ring, which ends here all the same.
     pub(super) fn chained(&self, chain: Chain) -> impl Iterator<Item = u32> {
         let mut block = chain.first;
-        std::iter::from_fn(move || {
+        let links = std::iter::from_fn(move || {
             let this = block;
             block = if this == NIL { NIL } else { self.epochs.next(this) };
             (this != NIL).then_some(this)
-        })
+        });
+        links.take(self.states.len())
     }
 
     /// Frees a block that is off and the caller's, without its capacity.
