@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
 
-from kvpager import errors
+from kvpager import BlockPool, Scheduler, errors
 
 from .engine import commit_samples, make
 
@@ -94,3 +95,29 @@ def test_threads_pause_and_resume_while_the_engine_runs() -> None:
     assert sorted(request.request_id for request in ended) == requests
     assert {request.output_tokens for request in ended} == {6}
     assert (pool.stats().held, pool.stats().reserved) == (0, 0)
+
+
+def test_more_padding_than_a_batch_can_have_is_refused() -> None:
+    scheduler = Scheduler(BlockPool(8), None, block_size=4, max_batch_tokens=32, max_running=4)
+    with pytest.raises(errors.InvalidArgumentError, match="at most 32 rows"):
+        scheduler.step(pad_to=2**40)
+    batch = scheduler.step(pad_to=32)
+    assert batch.num_sequences == 32
+    scheduler.abandon(batch.step_id, "test")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_scheduler_is_refused_in_a_forked_child() -> None:
+    scheduler = Scheduler(BlockPool(8), None, block_size=4)
+    tenant = scheduler.add_tenant("a")
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for call in (scheduler.step, scheduler.has_work, lambda: scheduler.submit(tenant, [1], max_tokens=1)):
+            try:
+                call()
+            except errors.WrongStateError:
+                refused += 1
+        os._exit(0 if refused == 3 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    scheduler.submit(tenant, [1], max_tokens=1)

@@ -5,6 +5,20 @@ use crate::error::invalid;
 use pyo3::buffer::{Element, ElementType, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
+/// Refuses numbers in another byte order than the machine's: a buffer's format says so by its first character, and
+/// readers of buffers pass over it.
+pub(crate) fn check_byte_order(object: &Bound<'_, PyAny>, name: &str) -> PyResult<()> {
+    let Ok(buffer) = PyUntypedBuffer::get(object) else { return Ok(()) };
+    let foreign: &[u8] = if cfg!(target_endian = "little") { b">!" } else { b"<" };
+    match buffer.format().to_bytes().first() {
+        Some(order) if foreign.contains(order) && buffer.item_size() > 1 => Err(invalid(format!(
+            "{name} has format {:?}, another byte order than this machine's",
+            buffer.format()
+        ))),
+        _ => Ok(()),
+    }
+}
+
 /// Reads a one-dimensional buffer of any integer dtype (or a sequence of ints) into `T`, checking the range.
 ///
 /// `name` is the argument's name, for the error. Booleans and floats are refused.
@@ -18,6 +32,7 @@ where
     if buffer.dimensions() != 1 {
         return Err(invalid(format!("{name} must have 1 dimension, has {}", buffer.dimensions())));
     }
+    check_byte_order(object, name)?;
     let py = object.py();
     if let Ok(typed) = buffer.as_typed::<T>() {
         return typed.to_vec(py);
@@ -52,8 +67,9 @@ fn read_sequence<T: Integer>(object: &Bound<'_, PyAny>, name: &str) -> PyResult<
     let wrong = |_| invalid(format!("{name} must be an integer array or a sequence of ints"));
     let items = object.extract::<Vec<Bound<'_, PyAny>>>().map_err(wrong)?;
     let item = |(i, item)| {
-        int(item)
-            .map_err(|_| invalid(format!("{name}[{i}] is {}, must be {} to {}", shown(item), T::MIN, T::MAX)))
+        int(item).map_err(|_| {
+            invalid(format!("{name}[{i}] is {}, must be an integer {} to {}", shown(item), T::MIN, T::MAX))
+        })
     };
     items.iter().enumerate().map(item).collect()
 }

@@ -5,6 +5,7 @@ use crate::arrays::read_ints;
 use crate::batch::PyBatch;
 use crate::block_pool::PyBlockPool;
 use crate::error::{IntoPyResult, invalid};
+use crate::fork::Home;
 use crate::phases::PyPhaseTimes;
 use crate::prefix_index::{PyFingerprint, PyPrefixIndex};
 use kvpager_core::prefix_index::Isolation;
@@ -238,7 +239,15 @@ impl PySchedulerStats {
 
 /// The scheduler of one engine.
 #[pyclass(name = "Scheduler", module = "kvpager._core", frozen)]
-pub(crate) struct PyScheduler(pub(crate) Arc<Scheduler>);
+pub(crate) struct PyScheduler(Arc<Scheduler>, Home);
+
+impl PyScheduler {
+    /// The scheduler, unless this is a child of its process.
+    fn here(&self) -> PyResult<&Scheduler> {
+        self.1.check()?;
+        Ok(&self.0)
+    }
+}
 
 #[pymethods]
 impl PyScheduler {
@@ -303,7 +312,7 @@ impl PyScheduler {
             },
         };
         let index = index.map(|index| Arc::clone(&index.inner));
-        Ok(Self(Arc::new(Scheduler::new(Arc::clone(&pool.inner), index, config).py()?)))
+        Ok(Self(Arc::new(Scheduler::new(Arc::clone(&pool.inner), index, config).py()?), Home::here()))
     }
 
     #[pyo3(signature = (name, *, guaranteed=0, limit=None, weight=1.0, fingerprint=None, isolation="scoped",
@@ -339,7 +348,7 @@ impl PyScheduler {
                 public: public.map(|tenant| Arc::clone(&tenant.0)),
             },
         };
-        Ok(PyTenant(self.0.add_tenant(&config).py()?))
+        Ok(PyTenant(self.here()?.add_tenant(&config).py()?))
     }
 
     #[pyo3(signature = (tenant, prompt_ids, *, max_tokens=64, min_tokens=0, stop_token_ids=None, priority=0,
@@ -377,23 +386,23 @@ impl PyScheduler {
             salt,
             items: crate::prefix_index::items(items),
         };
-        Ok(self.0.submit(request).py()?.0)
+        Ok(self.here()?.submit(request).py()?.0)
     }
 
     fn unpublish(&self, tenant: &PyTenant) -> PyResult<usize> {
-        self.0.unpublish(&tenant.0).py()
+        self.here()?.unpublish(&tenant.0).py()
     }
 
     fn abort(&self, #[pyo3(from_py_with = int)] request_id: u64) -> PyResult<bool> {
-        self.0.abort(SequenceId(request_id)).py()
+        self.here()?.abort(SequenceId(request_id)).py()
     }
 
     fn pause(&self, #[pyo3(from_py_with = int)] request_id: u64) -> PyResult<bool> {
-        self.0.pause(SequenceId(request_id)).py()
+        self.here()?.pause(SequenceId(request_id)).py()
     }
 
     fn resume(&self, #[pyo3(from_py_with = int)] request_id: u64) -> PyResult<bool> {
-        self.0.resume(SequenceId(request_id)).py()
+        self.here()?.resume(SequenceId(request_id)).py()
     }
 
     #[pyo3(signature = (request_id, count=1))]
@@ -402,7 +411,7 @@ impl PyScheduler {
         #[pyo3(from_py_with = int)] request_id: u64,
         #[pyo3(from_py_with = int)] count: u32,
     ) -> PyResult<Vec<u64>> {
-        let forked = self.0.fork(SequenceId(request_id), count).py()?;
+        let forked = self.here()?.fork(SequenceId(request_id), count).py()?;
         Ok(forked.into_iter().map(|id| id.0).collect())
     }
 
@@ -416,7 +425,7 @@ impl PyScheduler {
             |ids, name| Ok::<_, PyErr>(read_ints::<u64>(ids, name)?.into_iter().map(SequenceId).collect());
         let ids: Vec<SequenceId> = read(sequence_ids, "sequence_ids")?;
         let parents: Vec<SequenceId> = read(parents, "parents")?;
-        self.0.reorder(&ids, &parents, &read_ints::<i32>(tokens, "tokens")?).py()
+        self.here()?.reorder(&ids, &parents, &read_ints::<i32>(tokens, "tokens")?).py()
     }
 
     fn propose(
@@ -428,11 +437,11 @@ impl PyScheduler {
         let ids = read_ints::<u64>(sequence_ids, "sequence_ids")?.into_iter().map(SequenceId);
         let draft_start = read_ints::<i32>(draft_start, "draft_start")?;
         let tokens = read_ints::<i32>(tokens, "tokens")?;
-        self.0.propose(&ids.collect::<Vec<_>>(), &draft_start, &tokens).py()
+        self.here()?.propose(&ids.collect::<Vec<_>>(), &draft_start, &tokens).py()
     }
 
     fn draft_counts(&self) -> PyResult<(Vec<u64>, Vec<u64>)> {
-        let counts = self.0.draft_counts().py()?;
+        let counts = self.here()?.draft_counts().py()?;
         Ok((counts.verified, counts.accepted))
     }
 
@@ -442,20 +451,21 @@ impl PyScheduler {
         #[pyo3(from_py_with = optional_int)] deadline_steps: Option<u64>,
         deadline_seconds: Option<f64>,
     ) -> PyResult<()> {
-        self.0.drain(Deadline { steps: deadline_steps, seconds: deadline_seconds }).py()
+        self.here()?.drain(Deadline { steps: deadline_steps, seconds: deadline_seconds }).py()
     }
 
     #[pyo3(signature = (*, requeue_running=false))]
     fn reset_cache(&self, py: Python<'_>, requeue_running: bool) -> PyResult<(u32, u32)> {
-        let reset = py.detach(|| self.0.reset_cache(requeue_running)).py()?;
+        let scheduler = self.here()?;
+        let reset = py.detach(|| scheduler.reset_cache(requeue_running)).py()?;
         Ok((reset.num_evicted, reset.num_requeued))
     }
 
     #[pyo3(signature = (*, pad_to=0, now=None))]
     fn step(&self, #[pyo3(from_py_with = int)] pad_to: usize, now: Option<f64>) -> PyResult<PyBatch> {
         let batch = match now {
-            Some(now) => self.0.step_at(pad_to, now),
-            None => self.0.step(pad_to),
+            Some(now) => self.here()?.step_at(pad_to, now),
+            None => self.here()?.step(pad_to),
         };
         Ok(PyBatch::new(batch.py()?, Arc::clone(self.0.arena())))
     }
@@ -468,7 +478,7 @@ impl PyScheduler {
     ) -> PyResult<PyCommitOutcome> {
         let token_start = read_ints::<i32>(token_start, "token_start")?;
         let tokens = read_ints::<i32>(tokens, "tokens")?;
-        Ok(PyCommitOutcome(self.0.commit(StepId(step_id), &token_start, &tokens).py()?))
+        Ok(PyCommitOutcome(self.here()?.commit(StepId(step_id), &token_start, &tokens).py()?))
     }
 
     #[pyo3(signature = (step_id, reason, *, fail=false))]
@@ -478,20 +488,20 @@ impl PyScheduler {
         reason: &str,
         fail: bool,
     ) -> PyResult<PyCommitOutcome> {
-        Ok(PyCommitOutcome(self.0.abandon(StepId(step_id), reason, fail).py()?))
+        Ok(PyCommitOutcome(self.here()?.abandon(StepId(step_id), reason, fail).py()?))
     }
 
     fn has_work(&self) -> PyResult<bool> {
-        self.0.has_work().py()
+        self.here()?.has_work().py()
     }
 
     #[pyo3(signature = (*, max_spans=0))]
     fn begin_phases(&self, #[pyo3(from_py_with = int)] max_spans: usize) -> PyResult<()> {
-        self.0.begin_phases(max_spans).py()
+        self.here()?.begin_phases(max_spans).py()
     }
 
     fn end_phases(&self) -> PyResult<Option<PyPhaseTimes>> {
-        Ok(self.0.end_phases().py()?.map(PyPhaseTimes::new))
+        Ok(self.here()?.end_phases().py()?.map(PyPhaseTimes::new))
     }
 
     fn stats(&self) -> PySchedulerStats {

@@ -340,10 +340,15 @@ impl Scheduler {
     /// still.
     ///
     /// # Errors
-    /// As [`Scheduler::step`]; [`Error::InvalidArgument`] if `now` is not finite.
+    /// As [`Scheduler::step`]; [`Error::InvalidArgument`] if `now` is not finite, or `pad_to` above both
+    /// `max_batch_tokens` and `max_running`.
     pub fn step_at(&self, pad_to: usize, now: f64) -> Result<Batch> {
         if !now.is_finite() {
             return Err(Error::invalid(format!("now is {now}, must be finite seconds")));
+        }
+        let most = (self.config.max_batch_tokens as usize).max(self.config.max_running as usize);
+        if pad_to > most {
+            return Err(Error::invalid(format!("pad_to is {pad_to}, a batch has at most {most} rows")));
         }
         let mut core = self.enter()?;
         core.now = core.now.max(now);

@@ -1,6 +1,6 @@
 //! Arrays of handles across the boundary: checked, never trusted.
 
-use crate::arrays::read_ints;
+use crate::arrays::{check_byte_order, read_ints};
 use crate::error::invalid;
 use kvpager_core::BlockHandle;
 use numpy::npyffi::flags::NPY_ARRAY_WRITEABLE;
@@ -27,6 +27,7 @@ pub(crate) fn with_handles<R: Send>(
     {
         return Ok(act(BlockHandle::slice_from_bits(bits)));
     }
+    check_byte_order(object, "blocks")?;
     if let Ok(buffer) = PyBuffer::<u64>::get(object)
         && buffer.dimensions() == 1
         && buffer.item_count() <= MAX_ATTACHED
@@ -71,6 +72,7 @@ impl<'py> Target<'py> {
             Ok(_) => return Err(wrong()),
             Err(error) => error.into_inner(),
         };
+        check_byte_order(&out, "out")?;
         let buffer = PyBuffer::<u64>::get(&out).map_err(|_| wrong())?;
         if buffer.dimensions() != 1 || !buffer.is_c_contiguous() || buffer.readonly() {
             return Err(wrong());
