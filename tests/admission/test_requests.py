@@ -121,3 +121,17 @@ def test_a_scheduler_is_refused_in_a_forked_child() -> None:
         os._exit(0 if refused == 3 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     scheduler.submit(tenant, [1], max_tokens=1)
+
+
+def test_a_sample_aborted_before_its_request_splits_ends_with_a_record() -> None:
+    _, scheduler = make()
+    tenant = scheduler.add_tenant("alice")
+    first = scheduler.submit(tenant, range(10), max_tokens=3, n=3)
+    assert scheduler.abort(first + 1)
+    batch = scheduler.step()
+    outcome = scheduler.commit(batch.step_id, [0, 3], [5, 6, 7])
+    ends = {ended.sequence_id: ended.reason for ended in outcome.finished}
+    while scheduler.has_work():
+        outcome = commit_samples(scheduler, scheduler.step())
+        ends |= {ended.sequence_id: ended.reason for ended in outcome.finished}
+    assert ends == {first: "length", first + 1: "aborted", first + 2: "length"}

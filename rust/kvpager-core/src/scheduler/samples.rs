@@ -9,7 +9,7 @@ use super::Scheduler;
 use super::config::SchedulerConfig;
 use super::core::Core;
 use super::inbox::Inbox;
-use super::request::Request;
+use super::request::{FinishReason, Request};
 use crate::ids::SequenceId;
 use crate::prefix_index::ChainPin;
 use crate::{Error, Result};
@@ -104,6 +104,10 @@ impl Core {
         for (i, &token) in sampled.iter().enumerate().skip(1) {
             let id = SequenceId(first.0 + i as u64);
             if !inbox.is_live(id) {
+                // Aborted while its request was one sequence: it ends here, without a token.
+                let mut ended = self.running[position].account(FinishReason::Aborted, None);
+                (ended.id, ended.branch) = (id, i as u32);
+                self.ended.push(ended);
                 continue;
             }
             let mut pin = None;
