@@ -1430,7 +1430,8 @@ class Scheduler:
                 the seconds since the scheduler was made. Time that goes back stands still.
 
         Raises:
-            InvalidArgumentError: if `now` is not finite.
+            InvalidArgumentError: if `now` is not finite, or `pad_to` above both `max_batch_tokens` and
+                `max_running`.
             WrongStateError: while `max_open_steps` are open or another thread is in the scheduler.
         """
     def commit(
