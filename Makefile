@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# `make setup PROFILE=checked` rebuilds the extension in a fraction of the time, for work on it; measure with release.
+PROFILE ?= release
 BIN := $(VENV)/bin
 RUST_SOURCES := $(shell find rust cuda -type f -not -path '*/target/*' 2>/dev/null)
 
@@ -22,7 +24,7 @@ $(VENV)/.base: pyproject.toml
 
 # The extension, optimised, with what the demo model needs. Python sources are used in place.
 $(VENV)/.built: $(VENV)/.base $(RUST_SOURCES) Cargo.toml Cargo.lock
-	VIRTUAL_ENV=$(abspath $(VENV)) PATH=$(abspath $(BIN)):$$PATH $(BIN)/maturin develop --release --quiet --extras model,serve
+	PIP_QUIET=1 VIRTUAL_ENV=$(abspath $(VENV)) PATH=$(abspath $(BIN)):$$PATH $(BIN)/maturin develop --profile $(PROFILE) --quiet --extras model,serve
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.built
@@ -35,7 +37,7 @@ run: $(VENV)/.built ## Build, then serve eight chat prompts of two tenants with 
 test: setup test-rust test-python ## Set up and run every test.
 
 test-rust: ## Rust unit, property and integration tests.
-	cargo test --workspace --release
+	cargo test --workspace --profile checked
 
 test-loom: ## Every interleaving of small models of the block pool; random schedules of larger ones.
 	RUSTFLAGS="--cfg loom" cargo test -p kvpager-core --profile models --target-dir target/loom --test block_pool_loom
@@ -50,7 +52,7 @@ test-tsan: ## The block pool under the thread sanitizer, then with a race plante
 	KVPAGER_RACE_ROUNDS=20 KVPAGER_RACE_FAULT=relaxed-bits $(TSAN) 2>&1 | grep -m 1 "data race"
 
 test-mutants: test-loom ## Planted faults of the block pool: each must be seen, by a promise or by a model.
-	cargo test -p kvpager-core --release --test block_pool mutants -- --nocapture
+	cargo test -p kvpager-core --profile checked --test block_pool mutants -- --nocapture
 
 test-python: setup ## Python tests.
 	$(BIN)/python -m pytest
