@@ -66,9 +66,12 @@ test-gpu: setup ## The kernels on a CUDA device; skips with the reason where the
 bench-gpu: setup ## GPU attention beside copy bandwidth, matmul and torch; writes benches/results/gpu.md.
 	$(BIN)/python benches/gpu/attention.py
 
-lint: setup ## Formatters and linters, as errors.
+# free-threaded.txt is what PyO3 would find out from a free-threaded CPython 3.14: the bindings compile for one without it.
+lint: setup ## Formatters and linters, as errors; the bindings compile for a free-threaded interpreter too.
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets -- -D warnings
+	cargo clippy --workspace --all-targets --profile checked -- -D warnings
+	PYO3_CONFIG_FILE=$(abspath rust/kvpager-py/free-threaded.txt) cargo clippy -p kvpager-py --no-default-features \
+		--profile checked --target-dir target/free-threaded -- -D warnings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
