@@ -3,6 +3,7 @@
 //! Calls of up to [`handles::MAX_ATTACHED`] blocks take a few microseconds and keep the interpreter; larger ones
 //! and waits release it.
 
+mod closable;
 mod handles;
 mod magazine;
 mod pool;

@@ -1,39 +1,24 @@
 //! `Reservation`.
 
+use super::closable::Closable;
 use super::handles::{Target, with_handles};
 use crate::args::{int, optional_int};
-use crate::error::{IntoPyResult, invalid, wrong_state};
+use crate::error::{IntoPyResult, invalid};
 use crate::fork::Home;
 use kvpager_core::BlockHandle;
 use kvpager_core::BlockId;
 use kvpager_core::block_pool::Reservation;
 use pyo3::prelude::*;
-use std::sync::{Mutex, TryLockError};
 
 /// Blocks promised to an account and not yet taken.
 #[pyclass(name = "Reservation", module = "kvpager._core", frozen)]
 pub(crate) struct PyReservation {
-    /// `None` once it is closed. Only tried, never waited for: a reservation has one user at a time.
-    inner: Mutex<Option<Reservation>>,
-    home: Home,
+    inner: Closable<Reservation>,
 }
 
 impl PyReservation {
     pub(crate) fn new(reservation: Reservation, home: Home) -> Self {
-        Self { inner: Mutex::new(Some(reservation)), home }
-    }
-
-    fn with<R>(&self, act: impl FnOnce(&mut Option<Reservation>) -> PyResult<R>) -> PyResult<R> {
-        self.home.check()?;
-        match self.inner.try_lock() {
-            Ok(mut inner) => act(&mut inner),
-            Err(TryLockError::Poisoned(poisoned)) => act(&mut poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => Err(wrong_state("another thread is using this reservation")),
-        }
-    }
-
-    fn open<R>(&self, act: impl FnOnce(&mut Reservation) -> PyResult<R>) -> PyResult<R> {
-        self.with(|inner| act(inner.as_mut().ok_or_else(|| wrong_state("the reservation is closed"))?))
+        Self { inner: Closable::new(reservation, home, "reservation") }
     }
 }
 
@@ -41,17 +26,17 @@ impl PyReservation {
 impl PyReservation {
     #[getter]
     fn num_blocks(&self) -> PyResult<u32> {
-        self.with(|inner| Ok(inner.as_ref().map_or(0, Reservation::num_blocks)))
+        self.inner.with(|inner| Ok(inner.as_ref().map_or(0, Reservation::num_blocks)))
     }
 
     #[getter]
     fn account(&self) -> PyResult<u32> {
-        self.open(|inner| Ok(inner.account().0))
+        self.inner.open(|inner| Ok(inner.account().0))
     }
 
     #[getter]
     fn is_open(&self) -> PyResult<bool> {
-        self.with(|inner| Ok(inner.is_some()))
+        self.inner.is_open()
     }
 
     #[pyo3(signature = (num_blocks=None, *, out=None))]
@@ -62,7 +47,7 @@ impl PyReservation {
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let target = Target::read(num_blocks, out)?;
-        self.open(|inner| {
+        self.inner.open(|inner| {
             if target.len() > inner.num_blocks() as usize {
                 return Err(invalid(format!(
                     "{} blocks asked of a reservation of {}",
@@ -76,31 +61,28 @@ impl PyReservation {
 
     fn allocate_one(&self) -> PyResult<u64> {
         let mut block = [BlockHandle::new(0, BlockId(0))];
-        self.open(|inner| inner.allocate(&mut block).py())?;
+        self.inner.open(|inner| inner.allocate(&mut block).py())?;
         Ok(block[0].to_bits())
     }
 
     fn put_back(&self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.open(|inner| with_handles(blocks, |blocks| inner.put_back(blocks))?.py())
+        self.inner.open(|inner| with_handles(blocks, |blocks| inner.put_back(blocks))?.py())
     }
 
     fn grow(&self, #[pyo3(from_py_with = int)] num_blocks: u32) -> PyResult<()> {
-        self.open(|inner| inner.grow(num_blocks).py())
+        self.inner.open(|inner| inner.grow(num_blocks).py())
     }
 
     fn shrink(&self, #[pyo3(from_py_with = int)] num_blocks: u32) -> PyResult<()> {
-        self.open(|inner| inner.shrink(num_blocks).py())
+        self.inner.open(|inner| inner.shrink(num_blocks).py())
     }
 
     fn close(&self) -> PyResult<()> {
-        self.with(|inner| {
-            *inner = None;
-            Ok(())
-        })
+        self.inner.close()
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {
-        slf.get().open(|_| Ok(()))?;
+        slf.get().inner.open(|_| Ok(()))?;
         Ok(slf)
     }
 
@@ -110,7 +92,7 @@ impl PyReservation {
     }
 
     fn __repr__(&self) -> PyResult<String> {
-        self.with(|inner| {
+        self.inner.with(|inner| {
             Ok(inner.as_ref().map_or_else(
                 || "Reservation(closed)".to_owned(),
                 |inner| {
