@@ -256,7 +256,7 @@ def test_fault_of_the_engine_itself_ends_everybody(monkeypatch: pytest.MonkeyPat
     async def main() -> None:
         stream = engine.generate([1], GenerationParams(max_tokens=5000))
         await anext(stream)
-        monkeypatch.setattr(engine.engine, "_deliver", broken)
+        monkeypatch.setattr(engine.engine._delivery, "deliver", broken)
         with pytest.raises(GenerationError, match="the engine's thread ended: AssertionError: a bug"):
             async for _ in stream:
                 pass

@@ -25,6 +25,13 @@ PROMISES = {
         "4 of 4 branches are right, 4 differ",
         r"copied before a write: [1-3]; held at the end: 0",
     ],
+    "beams": [
+        r"greedy: \[5, 5, 5, 5, 5, 5\], log-probability -6.50",
+        r"beam 0: \[4, 0, 4, 0, 4, 2\], log-probability -5.72",
+        "best of all 46656 answers: found True",
+        "6 beams hold 35 blocks at most, 6 requests would hold 192",
+        "blocks held at the end: 0",
+    ],
     "host_swap": [
         r"recompute: 12 of 12 answers are right; 0 blocks out, 0 in, [1-9]\d* tokens computed again",
         r"swap: 12 of 12 answers are right; [1-9]\d* blocks out, [1-9]\d* in, 0 tokens computed again",

@@ -25,7 +25,7 @@ class TextRunner(NullRunner):
         self.text = text.encode()
 
     def run(self, _batch: Any, sampled: Any, /) -> Any:
-        places = [len(generation.token_ids) for generation in sampled]
+        places = [generation.num_sampled for generation in sampled]
         best = np.array([3 + self.text[place % len(self.text)] for place in places])
         return -np.abs(np.arange(300)[None, :] - best[:, None]).astype(np.float32)
 
@@ -331,4 +331,42 @@ def test_failure_of_the_model_reaches_the_client_as_an_error() -> None:
                 received += len(chunk.choices[0].text)
         assert received == 3
         assert client.completions.create(model="null", prompt="x", max_tokens=3).choices[0].text
+        server.wait_until_idle()
+
+
+def test_beam_search_answers_best_first_and_not_in_a_stream() -> None:
+    with running_server(runner=TextRunner("beam"), max_running=16) as server:
+        client = server.client()
+        wanted: Any = {
+            "model": "null",
+            "max_tokens": 4,
+            "n": 3,
+            "logprobs": 1,
+            "extra_body": {"use_beam_search": True, "best_of": 5},
+        }
+        done = client.completions.create(prompt="x", **wanted)
+        assert [choice.index for choice in done.choices] == [0, 1, 2]
+        assert len({choice.text for choice in done.choices}) == 3
+        sums = []
+        for choice in done.choices:
+            assert choice.logprobs is not None
+            assert choice.logprobs.token_logprobs is not None
+            assert len(choice.logprobs.token_logprobs) == 4
+            sums.append(sum(value or 0.0 for value in choice.logprobs.token_logprobs))
+        assert sums == sorted(sums, reverse=True)
+        assert done.choices[0].text == "beam"
+        assert done.usage is not None
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (1, 12)
+        chat = client.chat.completions.create(
+            model="null", messages=MESSAGES, max_tokens=4, n=2, extra_body={"use_beam_search": True}
+        )
+        assert chat.choices[0].message.content == "beam"
+        with pytest.raises(openai.BadRequestError, match="use_beam_search does not go with stream"):
+            client.completions.create(prompt="x", stream=True, **wanted)
+        with pytest.raises(openai.BadRequestError, match="128"):
+            client.completions.create(
+                model="null", prompt="x", extra_body={"use_beam_search": True, "best_of": 500}
+            )
+        with pytest.raises(openai.BadRequestError, match="20 samples, and 16 sequences may run at once"):
+            client.completions.create(model="null", prompt="x", n=20, extra_body={"use_beam_search": True})
         server.wait_until_idle()

@@ -301,21 +301,24 @@ class _StreamListener:
 class _Mailbox:
     """Wakes the streams of one event loop, once per step.
 
-    `post` appends first and then reads `_is_scheduled`; `_deliver` clears it first and then takes everything:
-    a post that sees it set is before the taking, so nothing is left behind.
+    `post` appends first and then looks at `_is_scheduled`; `_deliver` clears it first and then takes
+    everything: a post that sees it set is before the taking, so nothing is left behind. The lock keeps that
+    order for interpreters without a lock of their own.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
         self._listeners: deque[_StreamListener] = deque()
         self._is_scheduled = False
+        self._lock = threading.Lock()
 
     def post(self, listener: _StreamListener) -> None:
         """Notes that a stream has something new. In the engine's thread."""
         self._listeners.append(listener)
-        if self._is_scheduled:
+        with self._lock:
+            is_scheduled, self._is_scheduled = self._is_scheduled, True
+        if is_scheduled:
             return
-        self._is_scheduled = True
         loop = self._loop()
         try:
             if loop is not None:
@@ -326,7 +329,8 @@ class _Mailbox:
         self._drop()
 
     def _deliver(self) -> None:
-        self._is_scheduled = False
+        with self._lock:
+            self._is_scheduled = False
         listeners = self._listeners
         while listeners:
             if (stream := listeners.popleft().stream()) is not None:
@@ -334,7 +338,8 @@ class _Mailbox:
 
     def _drop(self) -> None:
         """Ends the streams of a loop that is gone: nobody can consume them."""
-        self._is_scheduled = False
+        with self._lock:
+            self._is_scheduled = False
         while self._listeners:
             if (stream := self._listeners.popleft().stream()) is not None:
                 stream.close()

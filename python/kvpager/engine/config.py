@@ -73,7 +73,13 @@ class GenerationParams:
     Attributes:
         max_tokens: most tokens to generate.
         min_tokens: tokens to generate before a stop token ends it.
-        n: samples of the prompt; each has the seed of `sampling` plus its index.
+        n: samples of the prompt; each has the seed of `sampling` plus its index. Of a beam search, the
+            answers that are wanted, best first.
+        beam_width: beams of a beam search, `n` at least; None for none. Its answers come when it is done,
+            ranked by their log-probability over (number of tokens) ** `length_penalty`.
+        length_penalty: above 0 long answers gain, below 0 short ones do.
+        early_stopping: whether a beam search is done once `beam_width` answers have ended; otherwise, when no
+            beam can become better than those.
         stop: texts that end it and are not part of the answer.
         stop_token_ids: tokens that end it, besides the tokenizer's own.
         ignore_eos: whether the tokenizer's end tokens are ordinary ones.
@@ -92,6 +98,9 @@ class GenerationParams:
     max_tokens: int = 64
     min_tokens: int = 0
     n: int = 1
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -118,8 +127,29 @@ class GenerationParams:
             problems.append(f"logprobs is {self.logprobs}, from 0 to {MAX_LOGPROBS} is needed")
         if self.deadline is not None and not 0.0 < self.deadline < float("inf"):
             problems.append(f"deadline is {self.deadline}, above 0 seconds is needed")
+        if self.beam_width is not None:
+            problems += self._beam_problems(self.beam_width)
         if problems:
             raise InvalidArgumentError("generation: " + "; ".join(problems))
+
+    def _beam_problems(self, width: int) -> list[str]:
+        problems = []
+        if not self.n <= width <= MAX_SAMPLES:
+            problems.append(f"beam_width is {width}, from n {self.n} to {MAX_SAMPLES} is needed")
+        if not -100.0 <= self.length_penalty <= 100.0:
+            problems.append(f"length_penalty is {self.length_penalty}, from -100 to 100 is needed")
+        if self.stop:
+            problems.append("a beam search has no stop texts: give stop_token_ids")
+        if self.sampling.temperature > 0.0:
+            problems.append(
+                f"a beam search draws nothing, temperature is {self.sampling.temperature}: 0 is needed"
+            )
+        return problems
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run for it at once."""
+        return self.n if self.beam_width is None else self.beam_width
 
 
 def blocks_needed(prompt_tokens: int, max_tokens: int, block_size: int) -> int:

@@ -71,6 +71,7 @@ class TenantCounters:
         submitted, started: requests accepted; those that have run.
         refused: requests not accepted.
         ended: requests by reason.
+        num_ended: all of them.
         prompt_tokens, cached_tokens: of started requests, counted once each: looked up, and found.
         generation_tokens: tokens of ended requests.
         ended_waiting: requests that ended before their first step.
@@ -86,6 +87,7 @@ class TenantCounters:
     started: int = 0
     refused: int = 0
     ended: Counter[str] = field(default_factory=Counter)
+    num_ended: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generation_tokens: int = 0
@@ -99,8 +101,10 @@ class TenantCounters:
     generation_length: Histogram = field(default_factory=lambda: Histogram(_TOKENS))
 
     def note_started(self, generation: Generation) -> None:
-        """Counts a request that is in its first step."""
+        """Counts a request that is in its first step. Beams count each, what they share once."""
         self.started += 1
+        if _follows(generation):
+            return
         self.prompt_tokens += generation.prompt_tokens
         self.cached_tokens += generation.cached_tokens or 0
         self.queue_time.observe(generation.queue_wait)
@@ -108,13 +112,16 @@ class TenantCounters:
 
     def note_ended(self, generation: Generation, account: FinishedRequest, now: float) -> None:
         """Counts a request's end."""
-        self.ended[account.reason] += 1
+        self.ended[generation.finish_reason or account.reason] += 1
+        self.num_ended += 1
         self.preemptions += account.preemptions
         if generation.started_at is None:
             self.ended_waiting += 1
-        self.latency.observe(now - generation.submitted_at)
         length = len(generation.token_ids)
         self.generation_tokens += length
+        if _follows(generation):
+            return
+        self.latency.observe(now - generation.submitted_at)
         self.generation_length.observe(length)
         first, last = generation.first_token_at, generation.last_token_at
         if first is not None and last is not None:
@@ -129,19 +136,24 @@ class TenantCounters:
             if isinstance(mine, Histogram):
                 mine.add(theirs)
             elif isinstance(mine, Counter):
-                mine.update(theirs)
+                mine.update(theirs.copy())  # the engine's thread may add a reason meanwhile
             else:
                 setattr(self, name, mine + theirs)
 
     @property
     def num_running(self) -> int:
         """Requests that have started and not ended; preempted ones are among them."""
-        return max(0, self.started - (sum(self.ended.values()) - self.ended_waiting))
+        return max(0, self.started - (self.num_ended - self.ended_waiting))
 
     @property
     def num_waiting(self) -> int:
         """Requests that have not started."""
         return max(0, self.submitted - self.started - self.ended_waiting)
+
+
+def _follows(generation: Generation) -> bool:
+    """Whether it is a beam besides its search's first one."""
+    return generation.search is not None and generation.index > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvpager._core import Batch, BlockPool, Fingerprint, FinishedRequest, PrefixIndex, Scheduler
+from kvpager._core import BlockPool, Fingerprint, PrefixIndex, Scheduler
 from kvpager.engine.config import EngineConfig, GenerationParams
 from kvpager.engine.counters import EngineSnapshot, TenantCounters
+from kvpager.engine.delivery import Delivery
 from kvpager.engine.generation import Generation, Listener
 from kvpager.engine.model_runner import ModelRunner, RunnerLostError
 from kvpager.engine.open_steps import ModelThread, OpenStep
@@ -94,7 +95,8 @@ class Engine:
         runner.allocate(
             num_blocks=config.num_blocks, block_size=config.block_size, host_blocks=config.host_blocks
         )
-        self._registry = Registry(self.scheduler, runner, tokenizer, fingerprint)
+        self._registry = Registry(self.scheduler, runner, config, tokenizer, fingerprint)
+        self._delivery = Delivery(self.scheduler, self._registry, max_unread=config.max_buffered_tokens)
         self._failures_in_a_row = 0
         self._failed_steps = 0
         self._open: deque[OpenStep] = deque()
@@ -186,11 +188,12 @@ class Engine:
             listener: told of new tokens and of the end.
 
         Returns:
-            One generation for each of `params.n`.
+            One generation for each of `params.n`; of a beam search, its answers from the best on.
 
         Raises:
             InvalidArgumentError: an unknown tenant, an empty prompt, ids outside the vocabulary, a text
-                without a tokenizer, logprobs that the runner cannot give.
+                without a tokenizer, logprobs that the runner cannot give, beams without logits or under
+                another policy than `reserve`.
             RefusedError: it can never fit the pool, the tenant's limit or the model's positions; or too many
                 wait (`retryable`). Nothing was accepted.
             WrongStateError: the engine is draining, has stopped, has failed, or is of another process.
@@ -201,16 +204,22 @@ class Engine:
             self.on_input()
 
     def abort(self, generation: Generation) -> bool:
-        """Ends a request at the next step, which frees its blocks; False if it had ended. From any thread."""
+        """Ends a request at the next step, which frees its blocks; False if it had ended. From any thread.
+
+        The answers of a beam search end together.
+        """
         is_live = self._registry.abort(generation)
         self.on_input()
         return is_live
 
     def resume(self, generation: Generation) -> None:
         """Goes on with a request that was paused for its consumer. From any thread."""
-        generation.is_paused = False
-        if not generation.has_ended:
-            self.scheduler.resume(generation.request_id)
+        self._delivery.resume(generation)
+        self.on_input()
+
+    def note_taken(self, generation: Generation, count: int) -> None:
+        """Notes how many tokens a consumer has read, and resumes what was paused for it. From any thread."""
+        if self._delivery.note_taken(generation, count):
             self.on_input()
 
     def snapshot(self) -> EngineSnapshot:
@@ -222,15 +231,15 @@ class Engine:
             scheduler=self.scheduler.stats(),
             accounts={
                 name: self.pool.account_stats(tenant.account)
-                for name, tenant in list(self._registry.tenants.items())
+                for name, tenant in self._registry.tenants.items()
             },
-            tenants=dict(self._registry.counters),
+            tenants=self._registry.counters,
             failed_steps=self._failed_steps,
         )
 
     def counters(self, tenant: str) -> TenantCounters:
         """The counts of one tenant, which go on changing. From any thread."""
-        return self._registry.counters[tenant]
+        return self._registry.counters_of(tenant)
 
     def stop_accepting(self) -> None:
         """Refuses further requests; what was accepted goes on. From any thread."""
@@ -269,11 +278,12 @@ class Engine:
         self._failures_in_a_row = 0
         self._open.popleft()
         for generation in step.broken:
-            generation.error = "the model gave logits that are not finite"
-            self.abort(generation)
+            self._delivery.fail(generation, "the model gave logits that are not finite")
         outcome = self.scheduler.commit(step.batch.step_id, step.token_start, step.tokens)
-        self._deliver(step.sampled, step.tokens.tolist())
-        self._close(outcome.finished)
+        self._delivery.deliver(step.sampled, step.tokens.tolist())
+        for search in step.searches:
+            self._delivery.advance(search, step.beam_steps.get(search))
+        self._delivery.close(outcome.finished)
         return ended or bool(outcome.finished) or not step.is_empty
 
     def run(self) -> None:
@@ -329,16 +339,20 @@ class Engine:
     # --- parts of the above -----------------------------------------------------------------------------
 
     def _plan_ahead(self) -> bool:
-        """Plans steps until as many are open as may be; returns whether requests ended meanwhile."""
+        """Plans steps until as many are open as may be; returns whether requests ended meanwhile.
+
+        Beams are re-ordered between steps, so nothing is planned ahead while there are any.
+        """
         ended = False
         while not self._open or (
             len(self._open) < self.config.max_open_steps
+            and not self._registry.num_searches
             and not self._open[-1].is_empty
             and self.scheduler.has_work()
         ):
             batch = self.scheduler.step()
             generations = [self._registry.find(request_id) for request_id in batch.sequence_ids.tolist()]
-            self._note_started(batch, generations)
+            self._delivery.note_started(batch, generations)
             previous = self._open[-1] if self._open else None
             step = OpenStep(batch, generations)
             self._open.append(step)
@@ -346,7 +360,7 @@ class Engine:
                 step.compute(self.runner, previous)
             else:
                 self._model_thread.start(step, previous)
-            self._close(batch.finished)
+            self._delivery.close(batch.finished)
             ended = ended or bool(batch.finished)
         return ended
 
@@ -358,56 +372,9 @@ class Engine:
             outcome = self.scheduler.abandon(self._open[0].batch.step_id, reason, fail=fail)
             steps = list(self._open)
             self._open.clear()
-            self._close(outcome.finished)
+            self._delivery.close(outcome.finished)
             for generation in {one for step in steps for one in step.sampled}:
                 generation.num_sampled = len(generation.token_ids)
-
-    def _note_started(self, batch: Batch, generations: list[Generation]) -> None:
-        now = time.perf_counter()
-        for place, generation in enumerate(generations):
-            if generation.started_at is None:
-                generation.started_at = now
-                generation.cached_tokens = int(batch.positions[batch.query_start[place]])
-                self._registry.counters[generation.tenant].note_started(generation)
-
-    def _deliver(self, sampled: list[Generation], tokens: list[int]) -> None:
-        now = time.perf_counter()
-        limit = self.config.max_buffered_tokens
-        for generation, token in zip(sampled, tokens, strict=True):
-            if generation.is_aborted or generation.has_ended:
-                continue
-            generation.token_ids.append(token)
-            generation.last_token_at = now
-            if generation.first_token_at is None:
-                generation.first_token_at = now
-            listener = generation.listener
-            if listener is not None:
-                listener.notify(generation)
-                if len(generation.token_ids) - generation.num_taken >= limit:
-                    self._pause(generation)
-
-    def _pause(self, generation: Generation) -> None:
-        """Pauses a request until its consumer has read.
-
-        Either this sees what the reader has taken meanwhile, or the reader sees that it is paused.
-        """
-        self.scheduler.pause(generation.request_id)
-        generation.is_paused = True
-        if len(generation.token_ids) - generation.num_taken < self.config.max_buffered_tokens:
-            self.resume(generation)
-
-    def _close(self, finished: Sequence[FinishedRequest]) -> None:
-        now = time.perf_counter()
-        for account in finished:
-            generation = self._registry.find(account.request_id)
-            if generation.error is None and account.reason == "error":
-                generation.error = account.detail
-            generation.account = account
-            generation.has_ended = True
-            self._registry.counters[generation.tenant].note_ended(generation, account, now)
-            del self._registry.live[account.request_id]
-            if generation.listener is not None:
-                generation.listener.notify(generation)
 
     def _step_failed(self, error: Exception) -> None:
         self._failures_in_a_row += 1
@@ -421,7 +388,8 @@ class Engine:
         """Ends the engine: everything in flight ends with the reason, nothing more is accepted."""
         self._registry.leave("failed", reason)
         for generation in list(self._registry.live.values()):
-            generation.error = generation.error or reason
+            if not generation.has_ended:
+                generation.error = generation.error or reason
         try:
             self._end_all()
         finally:  # should a part be unusable, its consumers must not wait for ever
@@ -437,4 +405,4 @@ class Engine:
         while self.scheduler.has_work():
             batch = self.scheduler.step()
             outcome = self.scheduler.abandon(batch.step_id, "the engine ended")
-            self._close([*batch.finished, *outcome.finished])
+            self._delivery.close([*batch.finished, *outcome.finished])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from kvpager._core import FinishedRequest
+    from kvpager.engine.beams import BeamSearch
     from kvpager.engine.config import GenerationParams
     from kvpager.engine.sampling import SamplingParams
 
@@ -30,8 +31,8 @@ class Listener(Protocol):
     def notify(self, generation: Generation) -> None:
         """Called in the engine's thread after a step's commit; must be quick and raise nothing.
 
-        Set `num_taken` to what was read: a request with `max_buffered_tokens` unread is paused, and goes on
-        by `Engine.resume`.
+        A request with `max_buffered_tokens` unread is paused: call `Engine.note_taken` where tokens are read,
+        or set `num_taken` here.
         """
 
 
@@ -41,7 +42,7 @@ class Generation:
     Attributes:
         request_id: the scheduler's id.
         tenant: who sent it.
-        index: its place among the samples of one prompt.
+        index: its place among the samples of one prompt, or among the beams of a search.
         prompt_tokens: tokens of its prompt.
         params: what is wanted.
         sampling: how its tokens are chosen; of `params`, with this sample's seed.
@@ -51,8 +52,11 @@ class Generation:
         submitted_at, started_at, first_token_at, last_token_at: clock of `time.perf_counter`; None before.
         num_sampled: tokens sampled for it; with several open steps, more than were committed to `token_ids`.
         num_taken: tokens that its consumer has read.
+        search: the beam search that it is a sequence of, or None. It gets its tokens when the search is done.
+        score: of a beam search's answer: its log-probability over (number of tokens) ** length_penalty.
         has_ended: whether nothing more will come.
-        account: the scheduler's closing account; None before the end, and if the engine itself broke down.
+        finish_reason: why it ended, in the scheduler's words; None before, and if the engine broke down.
+        account: the scheduler's closing account; None before it left the scheduler.
         error: why it failed, if it did.
         is_aborted: whether somebody asked to end it.
         is_paused: whether it waits for its consumer to read.
@@ -63,6 +67,7 @@ class Generation:
         "account",
         "cached_tokens",
         "error",
+        "finish_reason",
         "first_token_at",
         "has_ended",
         "index",
@@ -77,6 +82,8 @@ class Generation:
         "prompt_tokens",
         "request_id",
         "sampling",
+        "score",
+        "search",
         "started_at",
         "submitted_at",
         "tenant",
@@ -94,6 +101,7 @@ class Generation:
         submitted_at: float,
         index: int = 0,
         listener: Listener | None = None,
+        search: BeamSearch | None = None,
     ) -> None:
         """Made by `Engine.submit`."""
         self.request_id = request_id
@@ -103,6 +111,8 @@ class Generation:
         self.params = params
         self.sampling = sampling
         self.listener = listener
+        self.search = search
+        self.score: float | None = None
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.cached_tokens: int | None = None
@@ -113,6 +123,7 @@ class Generation:
         self.num_sampled = 0
         self.num_taken = 0
         self.has_ended = False
+        self.finish_reason: str | None = None
         self.account: FinishedRequest | None = None
         self.error: str | None = None
         self.is_aborted = False

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvpager.engine.beams import BeamSearch, BeamStep, take_beams
 from kvpager.engine.generation import Generation
 from kvpager.engine.model_runner import ModelRunner
 from kvpager.engine.rows import choose_tokens
@@ -37,6 +38,8 @@ class OpenStep:
         is_empty: whether there is nothing for the model to do.
         tokens: [R] once it has run.
         broken: generations whose logits were not finite.
+        searches: rows of each beam search in it.
+        beam_steps: what the step makes of them, once it has run.
         error: what the runner raised, or None.
     """
 
@@ -45,12 +48,14 @@ class OpenStep:
         owners = np.searchsorted(batch.query_start, batch.sample_rows, side="right") - 1
         self.batch = batch
         self.sampled = [generations[owner] for owner in owners.tolist()]
+        self.searches = take_beams(self.sampled)
         self.token_start = np.zeros(len(batch.query_start), np.int32)
         self.token_start[1:] = np.cumsum(np.bincount(owners, minlength=batch.num_sequences))
         moves = (batch.swap_out, batch.block_zeros, batch.swap_in, batch.block_copies)
         self.is_empty = batch.num_tokens == 0 and not any(map(len, moves))
         self.tokens: _IntArray = np.zeros(0, np.int32)
         self.broken: list[Generation] = []
+        self.beam_steps: dict[BeamSearch, BeamStep] = {}
         self.error: BaseException | None = None
         self.is_done = threading.Event()
 
@@ -68,12 +73,21 @@ class OpenStep:
                 batch = self.batch if previous is None else _filled(self.batch, previous.tokens)
                 result = runner.run(batch, self.sampled)
                 self.tokens, self.broken = choose_tokens(result, self.sampled, runner.vocab_size)
+                if self.searches:
+                    self._rank_beams(result)
                 for generation in self.sampled:
                     generation.num_sampled += 1
         except BaseException as error:
             self.error = error
         finally:
             self.is_done.set()
+
+    def _rank_beams(self, logits: npt.NDArray[np.float32]) -> None:
+        for search, rows in self.searches.items():
+            is_broken = any(self.sampled[row] in self.broken for row in rows)
+            if not is_broken and len(rows) == len(search.members):
+                step = self.beam_steps[search] = search.plan(logits[rows[: search.num_rows]])
+                self.tokens[rows] = step.tokens
 
 
 class ModelThread:

@@ -28,6 +28,7 @@ class GenerationOutput:
         logprobs: one for each new token, if they were asked for.
         finish_reason: `stop`, `length` or `aborted` in the last output of a sample, else None.
         stop_text: the stop text that ended it, if one did.
+        score: of a beam search's answer: its log-probability over (number of tokens) ** length_penalty.
     """
 
     index: int
@@ -36,6 +37,11 @@ class GenerationOutput:
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None = None
     stop_text: str | None = None
+    score: float | None = None
+
+
+_CONSUMED: dict[str, FinishReason] = {"stop": "stop", "length": "length", "aborted": "aborted"}
+"""Ends that are no failure."""
 
 
 class OutputReader:
@@ -90,13 +96,11 @@ class OutputReader:
         if self._stream is not None:
             text, token_ids = self._read_text(self._stream, token_ids)
         self.num_tokens += len(token_ids)
-        generation.num_taken = self.num_tokens
-        if generation.is_paused:
-            self._engine.resume(generation)
+        self._engine.note_taken(generation, self.num_tokens)
         logprobs = (
             None if generation.params.logprobs is None else generation.logprobs[start : self.num_tokens]
         )
-        output = GenerationOutput(generation.index, text, token_ids, logprobs)
+        output = GenerationOutput(generation.index, text, token_ids, logprobs, score=generation.score)
         if self._finder is not None and self._finder.found is not None:
             output.finish_reason, output.stop_text = "stop", self._finder.found
             self.close()
@@ -129,15 +133,15 @@ class OutputReader:
 
     def _end_reason(self) -> FinishReason | Literal["error"]:
         generation = self.generation
-        if generation.account is None or generation.error is not None:
+        reason = generation.finish_reason
+        if generation.error is not None or reason is None:
             return "error"
-        reason = generation.account.reason
-        return reason if reason in ("stop", "length", "aborted") else "error"
+        return _CONSUMED.get(reason, "error")
 
     def _raise_failure(self) -> NoReturn:
-        generation, account = self.generation, self.generation.account
+        generation = self.generation
         self.has_ended = True
-        reason = "error" if account is None else account.reason
+        reason = generation.finish_reason or "error"
         detail = generation.error or f"it ended for {reason}"
         count = len(generation.token_ids)
         raise GenerationError(

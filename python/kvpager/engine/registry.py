@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpager._core import Fingerprint, Scheduler, Tenant
-from kvpager.engine.config import GenerationParams
+from kvpager._core import Fingerprint, FinishedRequest, Scheduler, Tenant
+from kvpager.engine.beams import BeamSearch
+from kvpager.engine.config import EngineConfig, GenerationParams
 from kvpager.engine.counters import TenantCounters
 from kvpager.engine.generation import Generation, Listener
 from kvpager.engine.model_runner import ModelRunner
@@ -32,8 +33,8 @@ class Registry:
     """What an engine knows of tenants and requests.
 
     Attributes:
-        tenants, counters: by name.
-        live: requests that have not ended, by id.
+        live: sequences that have not left the scheduler, by id.
+        num_searches: beam searches that have not left it.
         state: `running`, `draining`, `stopped` or `failed`.
         reason: why it failed, or None.
     """
@@ -42,17 +43,19 @@ class Registry:
         self,
         scheduler: Scheduler,
         runner: ModelRunner,
+        config: EngineConfig,
         tokenizer: TextTokenizer | None,
         fingerprint: Fingerprint | None,
     ) -> None:
         """Starts without tenants and requests."""
         self._scheduler, self._runner, self._tokenizer = scheduler, runner, tokenizer
-        self._fingerprint = fingerprint
+        self._config, self._fingerprint = config, fingerprint
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self.tenants: dict[str, Tenant] = {}
-        self.counters: dict[str, TenantCounters] = {}
+        self._tenants: dict[str, Tenant] = {}
+        self._counters: dict[str, TenantCounters] = {}
         self.live: dict[int, Generation] = {}
+        self.num_searches = 0
         self.state = "running"
         self.reason: str | None = None
 
@@ -60,14 +63,31 @@ class Registry:
         self, name: str, *, group: str | None = None, public: str | None = None, **options: Any
     ) -> None:
         """Adds a tenant; see `Engine.add_tenant`."""
-        self.tenants[name] = self._scheduler.add_tenant(
-            name,
-            fingerprint=self._fingerprint,
-            group=None if group is None else self.tenant(group),
-            public=None if public is None else self.tenant(public),
-            **options,
-        )
-        self.counters[name] = TenantCounters()
+        scopes = {
+            "group": None if group is None else self.tenant(group),
+            "public": None if public is None else self.tenant(public),
+        }
+        with self._lock:
+            self._add_tenant(name, **scopes, **options)
+
+    def _add_tenant(self, name: str, **options: Any) -> None:
+        tenant = self._scheduler.add_tenant(name, fingerprint=self._fingerprint, **options)
+        self._counters[name] = TenantCounters()
+        self._tenants[name] = tenant  # after its counters: who finds it may count
+
+    @property
+    def tenants(self) -> dict[str, Tenant]:
+        """The tenants by name, as they are now."""
+        return self._tenants.copy()
+
+    @property
+    def counters(self) -> dict[str, TenantCounters]:
+        """The counters of each, which go on changing."""
+        return self._counters.copy()
+
+    def counters_of(self, tenant: str) -> TenantCounters:
+        """The counters of one tenant, which go on changing."""
+        return self._counters[tenant]
 
     def submit(
         self,
@@ -81,23 +101,47 @@ class Registry:
         self._check_params(params)
         handle = self.tenant(tenant)
         ids = self._prompt_ids(prompt)
-        stop_ids = self._stop_token_ids(params)
+        end_ids = self._end_token_ids(params)
         generations: list[Generation] = []
         try:
+            if params.beam_width is not None:
+                search = BeamSearch(params, end_ids)
+                return self._accept(handle, ids, params, listener, search=search)[: params.n]
             for index in range(params.n):
-                generations.append(self._submit_one(handle, ids, params, stop_ids, index, listener))
+                generations += self._accept(handle, ids, params, listener, index=index, end_ids=end_ids)
         except BaseException as error:
             if isinstance(error, RefusedError):
-                self.counters[tenant].refused += 1
+                with self._lock:
+                    self._counters[tenant].refused += 1
             for generation in generations:
                 self.abort(generation)
             raise
         return generations
 
     def abort(self, generation: Generation) -> bool:
-        """Tells the scheduler to end a request; False if it had ended."""
+        """Tells the scheduler to end a request, or the whole search it is of; False if it had ended."""
         generation.is_aborted = True
-        return not generation.has_ended and self._scheduler.abort(generation.request_id)
+        request_id = generation.request_id
+        if generation.search is not None:
+            generation.search.is_aborted = True
+            request_id = generation.search.request_id
+        return not generation.has_ended and self._scheduler.abort(request_id)
+
+    def closed_by(self, account: FinishedRequest) -> list[Generation]:
+        """The generations that an account is the last word of; they are live no longer.
+
+        A search whose prompt was never computed ends by one account: its first token makes the other beams.
+        """
+        generation = self.find(account.sequence_id)
+        closed, search = [generation], generation.search
+        if search is not None and account.branch == 0 and account.output_tokens == 0:
+            closed = [member for member in search.members if member.request_id in self.live]
+        for each in closed:
+            del self.live[each.request_id]
+        if search is not None and not any(member.request_id in self.live for member in search.members):
+            with self._lock:
+                self.num_searches -= 1
+        return closed
 
     def leave(self, state: str, reason: str | None = None) -> None:
         """Accepts nothing from now on, with the state that says why. What was accepted is in `live`."""
@@ -123,6 +167,22 @@ class Registry:
             raise InvalidArgumentError("stop texts need an engine with a tokenizer: give stop_token_ids")
         if params.logprobs is not None and not self._runner.gives_logits:
             raise InvalidArgumentError("this model runner returns tokens, not logits: it has no logprobs")
+        if params.beam_width is not None:
+            self._check_beams(params.beam_width, len(self._end_token_ids(params)))
+
+    def _check_beams(self, width: int, num_ends: int) -> None:
+        if not self._runner.gives_logits:
+            raise InvalidArgumentError("this model runner returns tokens, not logits: it has no beam search")
+        if self._config.policy != "reserve":
+            raise InvalidArgumentError(
+                f"a beam search needs the policy 'reserve', this engine has {self._config.policy!r}: beams "
+                "go on together, and each must be promised its blocks"
+            )
+        if width + num_ends > self._runner.vocab_size:
+            raise InvalidArgumentError(
+                f"beam_width is {width} and {num_ends} tokens end an answer: more than the vocabulary of "
+                f"{self._runner.vocab_size}"
+            )
 
     def tenant(self, name: str) -> Tenant:
         """The scheduler's handle of a tenant; without any tenant, `default` is made.
@@ -130,11 +190,11 @@ class Registry:
         Raises:
             InvalidArgumentError: there is no such tenant.
         """
-        if not self.tenants and name == DEFAULT_TENANT:
+        if not self._tenants and name == DEFAULT_TENANT:
             with self._lock:
-                if not self.tenants:
-                    self.add_tenant(name)
-        if (tenant := self.tenants.get(name)) is None:
+                if not self._tenants:
+                    self._add_tenant(name)
+        if (tenant := self._tenants.get(name)) is None:
             raise InvalidArgumentError(
                 f"unknown tenant {name!r}: there are {', '.join(self.tenants) or 'none'}"
             )
@@ -156,20 +216,24 @@ class Registry:
             )
         return ids.astype(np.uint32)
 
-    def _stop_token_ids(self, params: GenerationParams) -> list[int]:
+    def _end_token_ids(self, params: GenerationParams) -> list[int]:
         own = () if self._tokenizer is None or params.ignore_eos else self._tokenizer.stop_token_ids
         return [*own, *params.stop_token_ids]
 
-    def _submit_one(
+    def _accept(
         self,
         tenant: Tenant,
         ids: npt.NDArray[np.uint32],
         params: GenerationParams,
-        stop_token_ids: list[int],
-        index: int,
         listener: Listener | None,
-    ) -> Generation:
+        *,
+        index: int = 0,
+        end_ids: Sequence[int] = (),
+        search: BeamSearch | None = None,
+    ) -> list[Generation]:
+        """Submits one sample, or the beams of a search, which knows itself what ends them."""
         submitted_at = time.perf_counter()
+        count = 1 if search is None else params.num_sequences
         with self._lock:  # the engine's thread must not meet an id that is not in `live` yet
             self.check_open()  # again: whoever closes the engine holds the lock and then ends what is live
             request_id = self._scheduler.submit(
@@ -177,25 +241,33 @@ class Registry:
                 ids,
                 max_tokens=params.max_tokens,
                 min_tokens=params.min_tokens,
-                stop_token_ids=stop_token_ids,
+                stop_token_ids=list(end_ids),
                 priority=params.priority,
                 reuse=params.reuse,
                 deadline_seconds=params.deadline,
                 salt=params.salt,
+                n=count,
             )
-            generation = Generation(
-                request_id,
-                tenant.name,
-                prompt_tokens=len(ids),
-                params=params,
-                sampling=params.sampling.for_sample(index),
-                submitted_at=submitted_at,
-                index=index,
-                listener=listener,
-            )
-            self.live[request_id] = generation
-            self.counters[tenant.name].submitted += 1
-        return generation
+            accepted = [
+                Generation(
+                    request_id + place,
+                    tenant.name,
+                    prompt_tokens=len(ids),
+                    params=params,
+                    sampling=params.sampling.for_sample(index + place),
+                    submitted_at=submitted_at,
+                    index=index + place,
+                    listener=listener if index + place < params.n else None,
+                    search=search,
+                )
+                for place in range(count)
+            ]
+            self.live.update((generation.request_id, generation) for generation in accepted)
+            self._counters[tenant.name].submitted += count
+            if search is not None:
+                search.members = accepted
+                self.num_searches += 1
+        return accepted
 
     def find(self, request_id: int) -> Generation:
         """The generation of an id; waits for a submitter that has not noted it yet."""

@@ -47,7 +47,8 @@ def choose_tokens(
     )
     broken = [sampled[row] for row in np.flatnonzero(tokens < 0).tolist()]
     for row, generation in enumerate(sampled):
-        if tokens[row] >= 0 and (num_top := generation.params.logprobs) is not None:
+        num_top = generation.params.logprobs if generation.search is None else None
+        if tokens[row] >= 0 and num_top is not None:
             generation.logprobs.append(
                 TokenLogprobs(*log_probabilities(result[row], int(tokens[row]), num_top))
             )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvpager.errors import InvalidArgumentError
 
-__all__ = ["SamplingParams", "log_probabilities", "sample"]
+__all__ = ["SamplingParams", "log_probabilities", "log_softmax", "most_likely", "sample"]
 
 _NUCLEUS_GUESS = 1024
 """Tokens sorted at first for top-p: nearly every nucleus is smaller, and sorting a vocabulary is slow."""
@@ -93,14 +93,20 @@ def log_probabilities(
     Returns:
         (logprob of `chosen`, ((token id, logprob), ...) of the most likely ones, most likely first).
     """
-    row = logits.astype(np.float64)
-    row -= row.max()
-    row -= np.log(np.exp(row).sum())
-    top = _most_likely(row, min(num_top, len(row))) if num_top else ()
+    row = log_softmax(logits)
+    top = most_likely(row, min(num_top, len(row))) if num_top else ()
     return float(row[chosen]), tuple((int(token), float(row[token])) for token in top)
 
 
-def _most_likely(weights: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
+def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Natural logarithms of the probabilities that [vocab] logits stand for."""
+    row = logits.astype(np.float64)
+    row -= row.max()
+    row -= np.log(np.exp(row).sum())
+    return row
+
+
+def most_likely(weights: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
     """Returns the ids of the `count` largest, largest first, ties by the lowest id."""
     smallest = np.partition(weights, -count)[-count]
     candidates = np.flatnonzero(weights >= smallest)
@@ -120,7 +126,7 @@ def _draw(logits: npt.NDArray[np.float32], params: SamplingParams, uniform: floa
     weights = np.exp(scaled)
     ids: npt.NDArray[np.int64] = np.arange(len(weights))
     if 0 < params.top_k < len(weights):
-        ids = _most_likely(weights, params.top_k)
+        ids = most_likely(weights, params.top_k)
         weights = weights[ids]
     weights /= weights.sum()
     if params.top_p < 1.0:

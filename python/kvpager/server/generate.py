@@ -79,7 +79,8 @@ def _check_limit(engine: AsyncEngine, settings: ServerSettings, job: Job) -> Non
     if limit is None:
         return
     counters = engine.engine.counters(job.tenant)
-    in_flight, wanted = counters.num_running + counters.num_waiting, len(job.prompts) * job.params.n
+    in_flight = counters.num_running + counters.num_waiting
+    wanted = len(job.prompts) * job.params.num_sequences
     if in_flight + wanted > limit:
         text = f"{in_flight} requests are in flight and {wanted} more are asked for, the limit is {limit}"
         raise too_many(text, counters)

@@ -29,8 +29,8 @@ class StreamOptions(BaseModel):
 class _Request(BaseModel):
     """What completions and chat have in common.
 
-    `top_k`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `priority` and `cache_salt` are not OpenAI's; other
-    servers read them under these names.
+    `top_k`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `priority`, `cache_salt`, `use_beam_search` and
+    `length_penalty` are not OpenAI's; other servers read them under these names.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -46,6 +46,10 @@ class _Request(BaseModel):
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
+    best_of: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    use_beam_search: bool = False
+    length_penalty: float = Field(1.0, ge=-100.0, le=100.0)
+    early_stopping: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=128)
@@ -75,9 +79,23 @@ class _Request(BaseModel):
                 raise ValueError(f"{name} is not supported: leave it out")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
+        self._check_best_of()
         if isinstance(self.stop, list) and len(self.stop) > _MAX_STOPS:
             raise ValueError(f"stop has {len(self.stop)} texts, at most {_MAX_STOPS} are allowed")
         return self
+
+    def _check_best_of(self) -> None:
+        if self.use_beam_search:
+            if self.stream:
+                raise ValueError("use_beam_search does not go with stream: answers are known at the end")
+            if self.stop:
+                raise ValueError("use_beam_search does not go with stop: give stop_token_ids")
+            if self.best_of is not None and self.best_of < self.n:
+                raise ValueError(f"best_of is {self.best_of}, at least n {self.n} is needed")
+        elif self.best_of is not None and self.best_of != self.n:
+            raise ValueError(
+                f"best_of is {self.best_of} and n is {self.n}: other than n needs use_beam_search"
+            )
 
     @property
     def includes_usage(self) -> bool:
@@ -85,13 +103,16 @@ class _Request(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def to_params(self, max_tokens: int, logprobs: int | None, deadline: float | None) -> GenerationParams:
-        """The engine's settings.
+        """The engine's settings. A beam search ranks and draws nothing, so it leaves those of drawing out.
 
         Raises:
             InvalidArgumentError: values that do not go together.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         seed = {} if self.seed is None else {"seed": self.seed % 2**64}
+        sampling = SamplingParams(
+            temperature=self.temperature, top_k=max(0, self.top_k), top_p=self.top_p, **seed
+        )
         return GenerationParams(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
@@ -103,9 +124,10 @@ class _Request(BaseModel):
             priority=self.priority,
             deadline=deadline,
             salt=None if self.cache_salt is None else text_digest(self.cache_salt).encode(),
-            sampling=SamplingParams(
-                temperature=self.temperature, top_k=max(0, self.top_k), top_p=self.top_p, **seed
-            ),
+            beam_width=(self.best_of or self.n) if self.use_beam_search else None,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            sampling=SamplingParams() if self.use_beam_search else sampling,
         )
 
 
@@ -117,14 +139,11 @@ class CompletionRequest(_Request):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     suffix: str | None = None
-    best_of: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
         if self.echo or self.suffix:
             raise ValueError(f"{'echo' if self.echo else 'suffix'} is not supported: leave it out")
-        if self.best_of is not None and self.best_of != self.n:
-            raise ValueError(f"best_of is {self.best_of} and n is {self.n}: only equal ones are supported")
         if not self.prompt:
             raise ValueError("prompt is empty")
         return self
