@@ -34,7 +34,7 @@ MODEL = {
 def eviction(traces: Path, _requests: int) -> Iterator[str]:
     """Hit rate by cache size; always the whole trace, whose figures are known."""
     yield from head("eviction", *(f"{share} %" for share in FOOTPRINT_BLOCKS))
-    for name in ("lru", "learned"):
+    for name in ("lru", "learned", "clock"):
         cells = []
         for blocks in FOOTPRINT_BLOCKS.values():
             study = Study(

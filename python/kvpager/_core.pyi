@@ -696,7 +696,7 @@ class PrefixIndex:
     Args:
         pool: the pool whose blocks it keeps.
         block_size: tokens in a block.
-        eviction: which cached block goes first: "lru" or "learned".
+        eviction: which cached block goes first: "lru", "learned" or "clock".
         event_key: 32 random bytes, the operator's secret, turn the stream of events on; followers of indexes
             with one key see equal digests for equal content. Off costs nothing.
         event_capacity: events kept for a follower that lags behind; when they are more, all are dropped and
@@ -704,7 +704,8 @@ class PrefixIndex:
         event_tokens: whether stored events carry the blocks' tokens.
 
     Raises:
-        InvalidArgumentError: a block size or a capacity of 0, an unknown policy, a key of another length.
+        InvalidArgumentError: a block size that is not 1 to 65,536, token ids of the pool's blocks beyond the
+            machine's memory, a capacity of 0, an unknown policy, a key of another length.
     """
 
     def __new__(
@@ -712,7 +713,7 @@ class PrefixIndex:
         pool: BlockPool,
         *,
         block_size: int = 16,
-        eviction: Literal["lru", "learned"] = "lru",
+        eviction: Literal["lru", "learned", "clock"] = "lru",
         event_key: bytes | None = None,
         event_capacity: int = 65_536,
         event_tokens: bool = False,
@@ -745,7 +746,7 @@ class PrefixIndex:
                 opens for itself, without a guarantee and limited by the pool alone.
 
         Raises:
-            InvalidArgumentError: the namespace is charged to another account.
+            InvalidArgumentError: an unknown account, or the namespace is charged to another one.
             RefusedError: the account has its limit of salts, and they are in use. To be tried again.
         """
 
@@ -761,7 +762,11 @@ class PrefixIndex:
         """
 
     def isolation(self, account: int) -> Literal["open", "scoped", "strict"]:
-        """The level of an account."""
+        """The level of an account.
+
+        Raises:
+            InvalidArgumentError: an unknown account.
+        """
 
     def chain(self, namespaces: Sequence[int]) -> ScopeChain:
         """A chain to look up in order: public, then group, then private, each at most once.
@@ -901,12 +906,19 @@ class PrefixIndex:
         """Sets how many namespaces of salts an account may have at once; 1,024 by default."""
 
     def salt_stats(self, account: int) -> SaltStats:
-        """Counts of the namespaces that clients' salts made for an account."""
+        """Counts of the namespaces that clients' salts made for an account.
+
+        Raises:
+            InvalidArgumentError: an unknown account.
+        """
 
     def make_room(self, account: int, num_blocks: int) -> int:
         """Evicts a `strict` account's own cached blocks until `num_blocks` more are within its limit.
 
         To be called before each allocation for it. Nothing for other levels. Returns how many were evicted.
+
+        Raises:
+            InvalidArgumentError: an unknown account.
         """
 
     def reclaim(self, account: int, num_blocks: int) -> int:
@@ -914,6 +926,9 @@ class PrefixIndex:
 
         `open`: what is due, of whoever is open; `scoped`: its own first, then others' beyond their
         guarantees; `strict`: nobody's block within a guarantee.
+
+        Raises:
+            InvalidArgumentError: an unknown account.
         """
 
     def evict(self, num_blocks: int) -> int:

@@ -18,7 +18,7 @@ import pytest
 from kvpager import BlockPool, PrefixIndex, ShareScope
 
 Prompts = list[npt.NDArray[np.uint32]]
-Eviction = Literal["lru", "learned"]
+Eviction = Literal["lru", "learned", "clock"]
 
 
 def conversation_rows(path: Path) -> list[list[tuple[int, int]]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from kvpager import BlockPool, Fingerprint, PrefixIndex, ShareScope
+from kvpager import BlockPool, Fingerprint, Match, PrefixIndex, ShareScope
 from kvpager.errors import InvalidArgumentError, InvalidHandleError, OverQuotaError, WrongStateError
 
 
@@ -63,10 +65,77 @@ def test_an_unknown_namespace_is_refused(namespace: int) -> None:
 
 def test_bad_settings_are_refused() -> None:
     pool = BlockPool(4)
-    with pytest.raises(InvalidArgumentError, match="block_size"):
+    with pytest.raises(InvalidArgumentError, match="block_size must be 1 to 65536, is 0"):
         PrefixIndex(pool, block_size=0)
-    with pytest.raises(InvalidArgumentError, match="lru, learned"):
+    with pytest.raises(InvalidArgumentError, match="block_size must be 1 to 65536, is 2147483648"):
+        PrefixIndex(pool, block_size=2**31)
+    with pytest.raises(InvalidArgumentError, match="lru, learned, clock"):
         PrefixIndex(pool, eviction="mru")  # type: ignore[arg-type]
+
+
+def test_tokens_that_do_not_fit_in_memory_are_refused_with_the_numbers() -> None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    num_blocks = memory // (4 * 65_536) + 1
+    with pytest.raises(InvalidArgumentError, match=f"take {num_blocks * 4 * 65_536} bytes, more than"):
+        PrefixIndex(BlockPool(num_blocks), block_size=65_536)
+
+
+def test_an_unknown_account_is_refused() -> None:
+    _, index, _ = make()
+    calls: list[Callable[[], object]] = [
+        lambda: index.isolation(7),
+        lambda: index.reclaim(7, 1),
+        lambda: index.make_room(7, 1),
+        lambda: index.salt_stats(7),
+        lambda: index.set_isolation(7, "strict"),
+        lambda: index.namespace(ShareScope.private("x"), account=7),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgumentError, match="account 7"):
+            call()
+    index.check_invariants()
+
+
+def _refused_in_a_child(index: PrefixIndex, space: int, match: Match) -> int:
+    """How many calls a forked child is refused. A match that it drops stays the parent's."""
+    calls: list[Callable[[], object]] = [
+        lambda: index.match_prefix(space, range(9)),
+        lambda: index.match_many(space, [range(9)]),
+        lambda: index.peek_prefix(space, range(9)),
+        lambda: index.insert_prefix(space, range(4)),
+        lambda: index.extend(match, range(4), [0]),
+        lambda: index.evict(1),
+        lambda: index.reclaim(0, 1),
+        lambda: index.root(space),
+        lambda: index.purge(ShareScope.private("alice")),
+        lambda: index.namespace(ShareScope.private("bob")),
+        index.check_invariants,
+        index.clear,
+        lambda: match.num_tokens,
+        match.release,
+    ]
+    refused = 0
+    for call in calls:
+        try:
+            call()
+        except WrongStateError:
+            refused += 1
+    return refused
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_an_index_is_refused_in_a_forked_child() -> None:
+    pool, index, space = make()
+    matches = [index.insert_prefix(space, range(8))[0]]
+    child = os.fork()
+    if child == 0:
+        refused = _refused_in_a_child(index, space, matches[0])
+        matches.clear()
+        gc.collect()
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 14
+    assert (pool.stats().held, matches[0].num_tokens) == (2, 8)
 
 
 def test_many_prompts_match_as_one_by_one() -> None:

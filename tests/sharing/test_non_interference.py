@@ -40,7 +40,7 @@ def other_content(victim: list[list[Act]]) -> list[list[Act]]:
 @dataclass(frozen=True)
 class Setting:
     isolation: Literal["open", "scoped", "strict"]
-    eviction: Literal["lru", "learned"] = "lru"
+    eviction: Literal["lru", "learned", "clock"] = "lru"
     num_blocks: int = 18
 
 
@@ -110,10 +110,13 @@ def observed(setting: Setting, attacker: list[Act], victim: list[list[Act]]) -> 
     return seen
 
 
-@given(attackers, victims, victims, st.sampled_from(["lru", "learned"]))
+@given(attackers, victims, victims, st.sampled_from(["lru", "learned", "clock"]))
 @settings(max_examples=150, deadline=None)
 def test_under_strict_nothing_seen_depends_on_any_victim(
-    attacker: list[Act], one: list[list[Act]], other: list[list[Act]], eviction: Literal["lru", "learned"]
+    attacker: list[Act],
+    one: list[list[Act]],
+    other: list[list[Act]],
+    eviction: Literal["lru", "learned", "clock"],
 ) -> None:
     setting = Setting("strict", eviction)
     assert observed(setting, attacker, one) == observed(setting, attacker, other)

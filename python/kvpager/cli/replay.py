@@ -42,7 +42,7 @@ def replay(
     policy: Annotated[
         str, typer.Option(help="reserve, watermark, forecast; several with commas.")
     ] = "reserve",
-    eviction: Annotated[str, typer.Option(help="lru, learned; several with commas.")] = "lru",
+    eviction: Annotated[str, typer.Option(help="lru, learned, clock; several with commas.")] = "lru",
     overflow: Annotated[
         str,
         typer.Option(help="When the pool is outgrown: auto, recompute, swap, refuse; several with commas."),

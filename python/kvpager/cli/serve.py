@@ -37,7 +37,7 @@ class _Options:
     max_running: int
     max_waiting: int
     policy: Literal["reserve", "watermark", "forecast"]
-    eviction: Literal["lru", "learned"]
+    eviction: Literal["lru", "learned", "clock"]
     default_max_tokens: int
     max_body: str
     request_timeout: float | None
@@ -76,7 +76,7 @@ def _serve(
     max_running: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 1024,
     policy: Annotated[str, typer.Option(help="reserve, watermark or forecast.")] = "reserve",
-    eviction: Annotated[str, typer.Option(help="lru or learned.")] = "lru",
+    eviction: Annotated[str, typer.Option(help="lru, learned or clock.")] = "lru",
     default_max_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of a chat answer that names no maximum.")
     ] = 512,
@@ -126,7 +126,7 @@ def _serve(
 
 _CHOICES = {
     "policy": ("reserve", "watermark", "forecast"),
-    "eviction": ("lru", "learned"),
+    "eviction": ("lru", "learned", "clock"),
     "overflow": ("auto", "recompute", "swap", "refuse"),
 }
 

@@ -50,7 +50,7 @@ class EngineConfig:
     max_model_tokens: int | None = None
     reuse: bool = True
     policy: Literal["reserve", "watermark", "forecast"] = "reserve"
-    eviction: Literal["lru", "learned"] = "lru"
+    eviction: Literal["lru", "learned", "clock"] = "lru"
     overflow: Literal["auto", "recompute", "swap", "refuse"] = "auto"
     host_blocks: int = 0
     max_open_steps: int = 1

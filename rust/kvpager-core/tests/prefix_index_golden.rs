@@ -79,3 +79,15 @@ fn test_learned_eviction_beats_the_best_known_policy_on_chat() {
         assert!(rate > at_least, "{num_blocks} blocks: {rate:.2} %");
     }
 }
+
+#[test]
+fn test_clock_eviction_keeps_up_with_lru_on_chat() {
+    let Some(requests) = conversation_trace() else { return };
+    for (num_blocks, at_least) in
+        [(1_708, 5.2), (3_417, 7.9), (8_544, 19.2), (17_089, 28.0), (34_179, 35.0), (85_449, 37.5)]
+    {
+        let (looked_up, hit) = replay(&requests, num_blocks, EvictionPolicy::Clock);
+        let rate = 100.0 * hit as f64 / looked_up as f64;
+        assert!(rate > at_least, "{num_blocks} blocks: {rate:.2} %");
+    }
+}

@@ -156,7 +156,7 @@ proptest! {
 
     #[test]
     fn test_under_strict_nothing_seen_depends_on_another_tenant((attacker, [one, other]) in two_runs()) {
-        for eviction in [EvictionPolicy::Lru, EvictionPolicy::Learned] {
+        for eviction in [EvictionPolicy::Lru, EvictionPolicy::Learned, EvictionPolicy::Clock] {
             let setting = Setting { isolation: Isolation::Strict, eviction, num_blocks: 16 };
             prop_assert_eq!(setting.observed(&attacker, &one), setting.observed(&attacker, &other));
         }

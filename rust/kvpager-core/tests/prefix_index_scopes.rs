@@ -235,7 +235,7 @@ fn test_namespaces_of_salts_are_counted_limited_and_reclaimed() {
         assert_eq!(w.run(id, &[1, 2]), 2);
     }
     assert_eq!(w.index.num_namespaces(), before + 2);
-    let stats = w.index.salt_stats(w.accounts[2]);
+    let stats = w.index.salt_stats(w.accounts[2]).unwrap();
     assert_eq!((stats.num_salted, stats.max_salted, stats.num_reclaimed), (3, 3, 197));
     // The number of the first one is nobody's now, though its place is another salt's.
     let error = w.index.peek_prefix(first, &prompt(&[1, 2])).unwrap_err();

@@ -41,7 +41,7 @@ impl Home {
             return Ok(());
         }
         Err(wrong_state(
-            "this belongs to a parent process; make pools and schedulers after the fork, or start processes with `spawn`",
+            "this belongs to a parent process; make pools, indexes and schedulers after the fork, or start processes with `spawn`",
         ))
     }
 }

@@ -12,6 +12,7 @@ use super::PrefixIndex;
 use super::isolation::Isolation;
 use crate::block_pool::BlockPool;
 use crate::ids::{AccountId, BlockHandle, NamespaceId};
+use crate::sync::Ordering;
 use crossbeam_queue::SegQueue;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -45,12 +46,16 @@ pub(super) struct Lane {
     heap: BinaryHeap<Reverse<(u64, u32)>>,
     /// The same namespaces, for policies that do not order them.
     pub(super) active: Vec<NamespaceId>,
+    /// Namespaces that the hand of `clock` went through in this turn of the account.
+    pub(super) num_ended: usize,
     isolation: Isolation,
 }
 
 #[derive(Default)]
 pub(super) struct State {
     pub(super) lanes: Vec<Lane>,
+    /// The lane whose turn it is under `clock`, when all may give.
+    pub(super) clock_lane: usize,
     /// Buffer of one piece.
     pub(super) taken: Vec<BlockHandle>,
 }
@@ -187,17 +192,20 @@ impl State {
         self.taken.clear();
         while let Some((node, stamp)) = order.oldest(0) {
             look.oldest = Some(stamp);
-            look.is_fenced = order.is_fenced(stamp, |epoch| index.pool.epoch_closed(epoch));
+            look.is_fenced = index.is_fenced(&tree, node);
             if stamp > bound || look.is_fenced || look.num_blocks == wanted {
                 break;
             }
             let taken = tree.take_tail(node, wanted - look.num_blocks, &mut self.taken);
-            order.shrink(node, taken.num_blocks as u32, taken.is_removed);
+            if taken.is_removed {
+                order.remove(node);
+            }
             look.num_blocks += taken.num_blocks;
             look.oldest = None;
         }
         if look.oldest.is_none() {
-            order.is_queued = false;
+            // Relaxed: under the tree's exclusive lock, which keeps those out who set it.
+            namespace.is_queued.store(false, Ordering::Relaxed);
         }
         index.evicted(id, &self.taken);
         look

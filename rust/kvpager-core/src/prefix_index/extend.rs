@@ -133,18 +133,19 @@ impl PrefixIndex {
         let mut target = place.node;
         if place.is_partial {
             target = tree.split(&view, place.node, place.offset);
-            order.split(place.node, target, place.offset as u32);
+            order.split(place.node, target);
         }
         let own = &blocks[..place.num_blocks];
-        match self.pool.trade_held(namespace.account, own, order.unheld_blocks(target)) {
+        match self.pool.trade_held(namespace.account, own, tree.unheld_blocks(target)) {
             Ok(()) => {}
             Err(Error::WrongState(_) | Error::OutOfBlocks { .. } | Error::OverQuota { .. }) => {
                 return Ok(None);
             }
             Err(error) => return Err(error),
         }
-        order.hold(target);
-        order.release_inner(pin.node);
+        tree.hold_path(target, |id| order.leave(id));
+        let is_inner = tree.release_again(pin.node);
+        debug_assert!(is_inner, "its held child holds it");
         blocks[..place.num_blocks].copy_from_slice(&resident);
         pin.node = target;
         pin.is_own_node = false;
@@ -178,12 +179,11 @@ impl PrefixIndex {
         let is_leaf = tree.is_live(pin.node) && tree.node(pin.node).num_children == 0;
         // `learned` keeps the ends of earlier requests apart: they may turn out to be branching points.
         let may_grow = pin.is_own_node || self.learned.is_none();
-        if is_leaf && may_grow && order.holds(pin.node) == 1 {
+        if is_leaf && may_grow && tree.holds(pin.node) == 1 {
             tree.append(pin.node, blocks);
-            order.grow(pin.node, num_blocks);
         } else {
             let child = tree.add_child(&self.view(), pin.node, blocks.to_vec());
-            order.add_pinned_child(child, pin.node, num_blocks);
+            order.add(child);
             pin.node = child;
             pin.is_own_node = true;
         }

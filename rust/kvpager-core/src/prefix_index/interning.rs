@@ -33,6 +33,8 @@ pub(super) struct Namespaces {
     buckets: [OnceLock<Bucket>; NUM_BUCKETS],
     interned: Mutex<Interned>,
     max_salts: AtomicU32,
+    /// Lists of unheld nodes that each keeps.
+    num_lists: usize,
 }
 
 #[derive(Default)]
@@ -58,9 +60,10 @@ pub struct SaltStats {
 }
 
 impl Namespaces {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(num_lists: usize) -> Self {
         let buckets = [const { OnceLock::new() }; NUM_BUCKETS];
-        Self { buckets, interned: Mutex::default(), max_salts: AtomicU32::new(DEFAULT_MAX_SALTS) }
+        let max_salts = AtomicU32::new(DEFAULT_MAX_SALTS);
+        Self { buckets, interned: Mutex::default(), max_salts, num_lists }
     }
 
     fn interned(&self) -> MutexGuard<'_, Interned> {
@@ -120,7 +123,7 @@ impl Namespaces {
             )));
         }
         let id = NamespaceId(interned.num_slots);
-        self.cell(id).get_or_init(|| Namespace::new(names, account, learner));
+        self.cell(id).get_or_init(|| Namespace::new(names, account, learner, self.num_lists));
         interned.num_slots += 1;
         Ok(id)
     }
@@ -225,14 +228,15 @@ impl PrefixIndex {
     /// and is not in use is emptied for the new one, and its number is refused from then on.
     ///
     /// # Errors
-    /// `InvalidArgument` if the namespace is known and charged to another account; `Refused`, to be tried again,
-    /// if the account has its limit of salts in use.
+    /// `InvalidArgument` for an unknown account, or if the namespace is known and charged to another one;
+    /// `Refused`, to be tried again, if the account has its limit of salts in use.
     pub fn namespace(
         &self,
         scope: &ShareScope,
         fingerprint: &Fingerprint,
         account: AccountId,
     ) -> Result<NamespaceId> {
+        self.pool.quota(account)?;
         let learner = self.learned.as_ref().map(|learned| learned.of(account));
         let names = Names::new(scope, fingerprint);
         self.namespaces
@@ -246,14 +250,17 @@ impl PrefixIndex {
     }
 
     /// Counts of the namespaces that clients' salts made.
-    #[must_use]
-    pub fn salt_stats(&self, account: AccountId) -> SaltStats {
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an unknown account.
+    pub fn salt_stats(&self, account: AccountId) -> Result<SaltStats> {
+        self.pool.quota(account)?;
         let interned = self.namespaces.interned();
-        SaltStats {
+        Ok(SaltStats {
             num_salted: interned.salts.get(&account).map_or(0, HashMap::len),
             max_salted: self.namespaces.max_salts.load(Ordering::Relaxed),
             num_reclaimed: interned.num_reclaimed,
-        }
+        })
     }
 
     /// How many namespaces there are.

@@ -76,9 +76,12 @@ impl PrefixIndex {
     }
 
     /// The level of an account.
-    #[must_use]
-    pub fn isolation(&self, account: AccountId) -> Isolation {
-        self.evictor.isolation(account)
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an unknown account.
+    pub fn isolation(&self, account: AccountId) -> Result<Isolation> {
+        self.pool.quota(account)?;
+        Ok(self.evictor.isolation(account))
     }
 
     /// Makes room for an allocation of a `strict` account: evicts its own cached blocks until they, what it has
@@ -88,7 +91,7 @@ impl PrefixIndex {
     /// # Errors
     /// `InvalidArgument` for an unknown account.
     pub fn make_room(&self, account: AccountId, num_blocks: u32) -> Result<u32> {
-        if self.isolation(account) != Isolation::Strict {
+        if self.isolation(account)? != Isolation::Strict {
             return Ok(0);
         }
         let stats = self.pool.account_stats(account)?;
@@ -97,9 +100,20 @@ impl PrefixIndex {
     }
 }
 
+impl PrefixIndex {
+    /// Evicts up to `num_blocks` cached blocks for an account, whose as its level says; returns how many.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an unknown account.
+    pub fn evict_for(&self, account: AccountId, num_blocks: u32) -> Result<u32> {
+        self.pool.quota(account)?;
+        Ok(self.reclaim(account, num_blocks))
+    }
+}
+
 impl Reclaim for PrefixIndex {
     fn reclaim(&self, account: AccountId, num_blocks: u32) -> u32 {
-        let order = match self.isolation(account) {
+        let order = match self.evictor.isolation(account) {
             Isolation::Open => [Whose::Shared(account), Whose::Own(account)],
             Isolation::Scoped => [Whose::Own(account), Whose::Shared(account)],
             // Its own are within its limit (`make_room`): what is in the way is others'.

@@ -1,11 +1,12 @@
 //! Looking prefixes up and pinning them.
 
+use super::holding::PartlyHeld;
 use super::interning::{is_current, unknown};
 use super::learned::History;
 use super::namespace::Namespace;
 use super::roots::PrefixKey;
 use super::tree::Tree;
-use super::{Learned, Pin, PrefixIndex, lock};
+use super::{EvictionPolicy, Learned, Pin, PrefixIndex, lock};
 use crate::error::Result;
 use crate::ids::{BlockHandle, NamespaceId};
 use crate::sync::Ordering;
@@ -65,7 +66,7 @@ impl PrefixIndex {
     pub fn root(self: &Arc<Self>, namespace: NamespaceId) -> Result<Pin> {
         let known = self.namespaces.get(namespace)?;
         let tree = known.read_tree();
-        let held = self.hold((namespace, known), tree.root())?;
+        let held = self.hold((namespace, known), &tree, tree.root())?;
         self.pin(namespace, held, &[], 0)
     }
 
@@ -74,7 +75,7 @@ impl PrefixIndex {
         let known = self.namespaces.get(namespace)?;
         let mut tree = known.write_tree();
         let root = tree.make_continuation(&mut known.lock_order(), key);
-        let held = self.hold((namespace, known), root)?;
+        let held = self.hold((namespace, known), &tree, root)?;
         self.pin(namespace, held, &[], 0)
     }
 
@@ -119,7 +120,7 @@ impl PrefixIndex {
             return None;
         }
         // The tree's lock is still held: nobody can evict the node before it is pinned.
-        Some(self.hold((id, namespace), place.node).map(|held| (held, place.num_blocks)))
+        Some(self.hold((id, namespace), &tree, place.node).map(|held| (held, place.num_blocks)))
     }
 
     /// Matches under the exclusive lock, and splits the node inside which the match ends.
@@ -136,22 +137,61 @@ impl PrefixIndex {
         let mut node = place.node;
         if place.is_partial {
             node = tree.split(&view, place.node, place.offset);
-            namespace.lock_order().split(place.node, node, place.offset as u32);
+            namespace.lock_order().split(place.node, node);
         }
-        self.hold((id, namespace), node).map(|held| (held, place.num_blocks))
+        self.hold((id, namespace), &tree, node).map(|held| (held, place.num_blocks))
     }
 
-    /// Pins a node of a tree whose lock the caller has: capacity first, then the holds.
-    fn hold(&self, (id, namespace): (NamespaceId, &Namespace), node: u32) -> Result<Held> {
+    /// Pins a node of a tree whose lock the caller has.
+    fn hold(&self, (id, namespace): (NamespaceId, &Namespace), tree: &Tree, node: u32) -> Result<Held> {
         self.check_same(id, namespace)?;
-        let mut order = namespace.lock_order();
-        let num_blocks = order.unheld_blocks(node);
-        if num_blocks > 0 {
-            self.pool.hold_cached(namespace.account, num_blocks)?;
+        if !tree.hold_again(node) {
+            self.hold_first(namespace, tree, node)?;
         }
-        order.hold(node);
-        // Relaxed: written and read under the order's lock.
+        // Relaxed: changes under the tree's exclusive lock only.
         Ok(Held { node, num_purges: namespace.num_purges.load(Ordering::Relaxed) })
+    }
+
+    /// Pins a node that was not held a moment ago: capacity first, then the holds.
+    fn hold_first(&self, namespace: &Namespace, tree: &Tree, node: u32) -> Result<()> {
+        let take = |num_blocks: u32| match num_blocks {
+            0 => Ok(()),
+            _ => self.pool.hold_cached(namespace.account, num_blocks),
+        };
+        if self.config.eviction != EvictionPolicy::Clock {
+            let mut order = namespace.lock_order();
+            take(tree.unheld_blocks(node))?;
+            tree.hold_path(node, |id| order.leave(id));
+            return Ok(());
+        }
+        let taken = tree.unheld_blocks(node);
+        take(taken)?;
+        match tree.hold_from_above(node, taken, take) {
+            Ok(0) => Ok(()),
+            Ok(left) => {
+                self.give_back(namespace, tree, node, left);
+                Ok(())
+            }
+            Err(PartlyHeld { node: reached, left, error }) => {
+                let unheld = reached.map_or(0, |reached| tree.release_path(reached, |id, _| tree.touch(id)));
+                self.give_back(namespace, tree, reached.unwrap_or(node), unheld + left);
+                Err(error)
+            }
+        }
+    }
+
+    /// Gives the capacity of blocks that are no longer held back: those above `node`, as far as there are any.
+    fn give_back(&self, namespace: &Namespace, tree: &Tree, node: u32, num_blocks: u32) {
+        match self.pool.unhold_cached(namespace.account, num_blocks) {
+            Ok(None) => {}
+            Ok(Some(epoch)) => tree.fence(node, num_blocks, epoch),
+            Err(error) => debug_assert!(false, "what a pin held can be given back: {error}"),
+        }
+    }
+
+    /// Whether open steps may still read a node's blocks.
+    pub(super) fn is_fenced(&self, tree: &Tree, node: u32) -> bool {
+        tree.is_fenced(node, |epoch| self.pool.epoch_closed(epoch))
     }
 
     /// Whether the namespace was not given to another salt before its tree was locked.
@@ -197,24 +237,29 @@ impl PrefixIndex {
             learner.finish(&pin.history, pin.num_blocks);
             now
         });
-        let mut order = namespace.lock_order();
-        let stamp = time.unwrap_or_else(|| self.tick());
-        let depth = pin.num_blocks;
-        // Relaxed: written and read under the order's lock.
-        let is_purged = namespace.num_purges.load(Ordering::Relaxed) != pin.num_purges;
-        let num_blocks = order.release(pin.node, stamp, |below| pin.history.class_at(depth - below));
+        let tree = namespace.read_tree();
+        if tree.release_again(pin.node) {
+            return;
+        }
+        let num_blocks = if self.config.eviction == EvictionPolicy::Clock {
+            tree.release_path(pin.node, |id, _| tree.touch(id))
+        } else {
+            let mut order = namespace.lock_order();
+            let stamp = time.unwrap_or_else(|| self.tick());
+            let class = |below| pin.history.class_at(pin.num_blocks - below);
+            tree.release_path(pin.node, |id, below| order.enter(id, stamp, class(below)))
+        };
         if num_blocks == 0 {
             return;
         }
-        match self.pool.unhold_cached(namespace.account, num_blocks) {
-            Ok(None) => {}
-            Ok(Some(epoch)) => order.fence(stamp, epoch),
-            Err(error) => debug_assert!(false, "what a pin held can be given back: {error}"),
-        }
-        if !std::mem::replace(&mut order.is_queued, true) {
+        self.give_back(namespace, &tree, pin.node, num_blocks);
+        // Relaxed: the tree's lock orders it with whoever clears it; of those who set it, one announces.
+        if !namespace.is_queued.swap(true, Ordering::Relaxed) {
             self.evictor.announce(namespace.account, pin.namespace);
         }
-        drop(order);
+        // Relaxed: changes under the tree's exclusive lock only.
+        let is_purged = namespace.num_purges.load(Ordering::Relaxed) != pin.num_purges;
+        drop(tree);
         if is_purged {
             self.sweep_purged(namespace, pin);
         }

@@ -12,11 +12,13 @@
 
 mod chain;
 mod child_hash;
+mod clock;
 mod encoding;
 mod events;
 mod evictor;
 mod extend;
 mod fingerprint;
+mod holding;
 mod insert;
 mod interning;
 mod invariants;
@@ -72,6 +74,20 @@ pub enum EvictionPolicy {
     Lru,
     /// What is least likely to be used again soon, by what the stream has shown so far.
     Learned,
+    /// A hand goes round the leaves and takes those that were not used since it last passed; pins and releases
+    /// only count in the nodes and set a mark, without a lock beside the tree's shared one.
+    Clock,
+}
+
+impl EvictionPolicy {
+    /// Lists of unheld nodes that a namespace keeps.
+    const fn num_lists(self) -> usize {
+        match self {
+            Self::Lru => 1,
+            Self::Learned => learned::NUM_CLASSES,
+            Self::Clock => 0,
+        }
+    }
 }
 
 impl std::str::FromStr for EvictionPolicy {
@@ -81,9 +97,10 @@ impl std::str::FromStr for EvictionPolicy {
         match name {
             "lru" => Ok(Self::Lru),
             "learned" => Ok(Self::Learned),
-            _ => {
-                Err(Error::invalid(format!("eviction policy {name:?} is not known; there are: lru, learned")))
-            }
+            "clock" => Ok(Self::Clock),
+            _ => Err(Error::invalid(format!(
+                "eviction policy {name:?} is not known; there are: lru, learned, clock"
+            ))),
         }
     }
 }
@@ -95,6 +112,18 @@ pub struct IndexConfig {
     pub block_size: u32,
     /// Which cached block goes first.
     pub eviction: EvictionPolicy,
+}
+
+/// Most tokens in a block.
+pub const MAX_BLOCK_SIZE: u32 = 65_536;
+
+impl IndexConfig {
+    fn check(&self) -> Result<()> {
+        match self.block_size {
+            1..=MAX_BLOCK_SIZE => Ok(()),
+            other => Err(Error::invalid(format!("block_size must be 1 to {MAX_BLOCK_SIZE}, is {other}"))),
+        }
+    }
 }
 
 /// Finds reusable prefixes and keeps their blocks.
@@ -157,8 +186,10 @@ impl PrefixIndex {
     /// An empty index over the blocks of `pool`.
     ///
     /// # Errors
-    /// `InvalidArgument` if the block size is zero.
+    /// `InvalidArgument` if the block size is zero or above [`MAX_BLOCK_SIZE`], or if the token ids of the pool's
+    /// blocks are more than the machine's memory.
     pub fn new(pool: Arc<BlockPool>, config: IndexConfig) -> Result<Arc<Self>> {
+        config.check()?;
         let hash = ChildHash::keyed(config.block_size as usize);
         Self::with_parts(pool, config, hash, None)
     }
@@ -168,6 +199,7 @@ impl PrefixIndex {
     /// # Errors
     /// As [`PrefixIndex::new`]; `InvalidArgument` for a buffer of no events.
     pub fn with_events(pool: Arc<BlockPool>, config: IndexConfig, events: EventConfig) -> Result<Arc<Self>> {
+        config.check()?;
         if events.capacity == 0 {
             return Err(Error::invalid("the event buffer must hold at least 1 event, holds 0"));
         }
@@ -216,13 +248,11 @@ impl PrefixIndex {
         hash: ChildHash,
         events: Option<Events>,
     ) -> Result<Arc<Self>> {
-        if config.block_size == 0 {
-            return Err(Error::invalid("block_size must be at least 1, is 0"));
-        }
+        config.check()?;
         let arena = TokenArena::new(pool.num_blocks(), config.block_size as usize)?;
         let is_learned = config.eviction == EvictionPolicy::Learned;
         let learned = is_learned.then(|| Learned::new(config.block_size as usize));
-        let namespaces = Namespaces::new();
+        let namespaces = Namespaces::new(config.eviction.num_lists());
         let (evictor, clock) = (Evictor::new(), AtomicU64::new(1));
         Ok(Arc::new(Self {
             pool,
@@ -251,10 +281,11 @@ impl PrefixIndex {
         &self.pool
     }
 
-    /// Evicts up to `num_blocks` cached blocks, the one released longest ago first; returns how many.
+    /// Evicts up to `num_blocks` cached blocks, in the order of the policy; returns how many.
     ///
     /// # Complexity
-    /// Constant per block, and the logarithm of the number of namespaces per change of namespace.
+    /// Constant per block, and the logarithm of the number of namespaces per change of namespace. Under `clock` also
+    /// a visit to each node that the hand passes.
     pub fn evict(&self, num_blocks: u32) -> u32 {
         self.evict_of(Whose::Everyone, num_blocks)
     }
@@ -262,6 +293,9 @@ impl PrefixIndex {
     fn evict_of(&self, whose: Whose, num_blocks: u32) -> u32 {
         let num_blocks = num_blocks as usize;
         let evicted = match &self.learned {
+            None if self.config.eviction == EvictionPolicy::Clock => {
+                self.evictor.evict_by_clock(self, whose, num_blocks)
+            }
             None => self.evictor.evict(self, whose, num_blocks),
             Some(learned) => {
                 let values = |account| lock(&learned.of(account)).values();

@@ -2,12 +2,12 @@
 
 use super::encoding::Encoder;
 use super::fingerprint::Fingerprint;
-use super::learned::{Learner, NUM_CLASSES};
+use super::learned::Learner;
 use super::order::Order;
 use super::scope::ShareScope;
 use super::tree::Tree;
 use crate::ids::AccountId;
-use crate::sync::{AtomicU32, Ordering};
+use crate::sync::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Who shares, and what must be equal.
@@ -31,9 +31,9 @@ impl Names {
 
 /// The prefixes of one (scope, fingerprint).
 ///
-/// Two locks, always taken in this order: the tree's, then the order's. Matching walks under the shared tree
-/// lock and pins under the order lock before it lets the tree go; unpinning takes the order lock alone;
-/// whatever changes the structure has both.
+/// Two locks, always taken in this order: the tree's, then the order's. Matching, pinning and unpinning have the
+/// tree's, shared; a first pin and a last unpin the order's too, unless the policy is `clock`, which keeps no lists;
+/// whatever changes the structure has both, exclusively.
 pub(super) struct Namespace {
     /// Who is charged for its held blocks.
     pub(super) account: AccountId,
@@ -47,13 +47,20 @@ pub(super) struct Namespace {
     names: RwLock<Names>,
     /// How often everything was cut off. Changes under both locks.
     pub(super) num_purges: AtomicU32,
+    /// Whether the evictor knows that there may be something unheld. Set under the tree's shared lock, cleared
+    /// under the exclusive one.
+    pub(super) is_queued: AtomicBool,
     tree: RwLock<Tree>,
     order: Mutex<Order>,
 }
 
 impl Namespace {
-    pub(super) fn new(names: Names, account: AccountId, learner: Option<Arc<Mutex<Learner>>>) -> Self {
-        let num_classes = if learner.is_some() { NUM_CLASSES } else { 1 };
+    pub(super) fn new(
+        names: Names,
+        account: AccountId,
+        learner: Option<Arc<Mutex<Learner>>>,
+        num_lists: usize,
+    ) -> Self {
         Self {
             account,
             learner,
@@ -61,8 +68,9 @@ impl Namespace {
             generation: AtomicU32::new(0),
             names: RwLock::new(names),
             num_purges: AtomicU32::new(0),
+            is_queued: AtomicBool::new(false),
             tree: RwLock::new(Tree::new()),
-            order: Mutex::new(Order::new(num_classes)),
+            order: Mutex::new(Order::new(num_lists)),
         }
     }
 

@@ -1,4 +1,4 @@
-//! Which nodes are held, and in which order the others may go.
+//! In which order the nodes that nobody holds may go, under `lru` and `learned`.
 //!
 //! A list has unheld nodes, oldest release first; the root is in none. A path is released deepest node first,
 //! so with one list (`lru`) a node always lies nearer to the old end than its parent: the oldest node of the
@@ -8,18 +8,11 @@
 //! With one list a class (`learned`), the oldest of a class may have children in other lists. It is *parked*
 //! then: taken out, and put back at the old end when its last child goes.
 
-use crate::block_pool::StepEpoch;
-use std::collections::VecDeque;
+use super::tree::{NO_NODE, Tree};
 
-const NO_NODE: u32 = u32::MAX;
-
-/// What the order knows of one node.
+/// A node's place in the order.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
-    parent: u32,
-    /// Pins on the node, plus its held children.
-    holds: u32,
-    num_blocks: u32,
     /// Neighbour released after this one.
     newer: u32,
     /// Neighbour released before this one.
@@ -33,10 +26,7 @@ struct Slot {
 }
 
 impl Slot {
-    fn new(parent: u32, holds: u32, num_blocks: u32) -> Self {
-        let (newer, older) = (NO_NODE, NO_NODE);
-        Self { parent, holds, num_blocks, newer, older, class: 0, is_linked: false, stamp: 0 }
-    }
+    const NEW: Self = Self { newer: NO_NODE, older: NO_NODE, class: 0, is_linked: false, stamp: 0 };
 }
 
 /// Ends of a list.
@@ -46,21 +36,24 @@ struct List {
     newest: u32,
 }
 
-/// Holds and recency of one namespace.
+/// Recency of one namespace.
 pub(super) struct Order {
     slots: Vec<Slot>,
     lists: Box<[List]>,
-    /// Nodes released at a stamp or after may be read by steps up to the epoch.
-    fences: VecDeque<(u64, StepEpoch)>,
-    /// Whether the evictor knows that this namespace has something to give.
-    pub(super) is_queued: bool,
 }
 
 impl Order {
-    /// An order with this many lists.
+    /// An order with this many lists; with none (`clock`) it keeps nothing.
     pub(super) fn new(num_classes: usize) -> Self {
         let lists = vec![List { oldest: NO_NODE, newest: NO_NODE }; num_classes].into_boxed_slice();
-        Self { slots: vec![Slot::new(NO_NODE, 0, 0)], lists, fences: VecDeque::new(), is_queued: false }
+        let mut order = Self { slots: Vec::new(), lists };
+        order.add(0);
+        order
+    }
+
+    /// Whether there are lists to keep.
+    pub(super) fn has_lists(&self) -> bool {
+        !self.lists.is_empty()
     }
 
     #[inline]
@@ -68,101 +61,40 @@ impl Order {
         &self.slots[id as usize]
     }
 
-    /// Pins on the node, plus its held children.
-    pub(super) fn holds(&self, id: u32) -> u32 {
-        self.slot(id).holds
-    }
-
     /// Bytes of the slots.
     pub(super) fn memory_bytes(&self) -> usize {
         self.slots.capacity() * size_of::<Slot>()
     }
 
-    /// Blocks from `id` up to the nearest held ancestor: what a first pin has to take capacity for.
-    pub(super) fn unheld_blocks(&self, id: u32) -> u32 {
-        let (mut id, mut total) = (id, 0);
-        while id != NO_NODE && self.slot(id).holds == 0 {
-            total += self.slot(id).num_blocks;
-            id = self.slot(id).parent;
-        }
-        total
-    }
-
-    /// Adds a pin. The path up to the nearest held ancestor becomes held.
-    pub(super) fn hold(&mut self, id: u32) {
-        let mut id = id;
-        loop {
-            self.slots[id as usize].holds += 1;
-            let Slot { holds, parent, .. } = *self.slot(id);
-            if holds > 1 || parent == NO_NODE {
-                return;
-            }
-            if self.slot(id).is_linked {
-                self.unlink(id);
-            }
-            id = parent;
+    /// Enters a new node that is held, or a root.
+    pub(super) fn add(&mut self, id: u32) {
+        if self.has_lists() {
+            self.put(id, Slot::NEW);
         }
     }
 
-    /// Takes a pin away and returns how many blocks are unheld by that; they enter their lists at `stamp`.
-    /// `class_at` gives the class of a node by how many of the released blocks lie below its end.
-    pub(super) fn release(&mut self, id: u32, stamp: u64, class_at: impl Fn(u32) -> u8) -> u32 {
-        let (mut id, mut total) = (id, 0);
-        loop {
-            self.slots[id as usize].holds -= 1;
-            let Slot { holds, parent, num_blocks, .. } = *self.slot(id);
-            if holds > 0 || parent == NO_NODE {
-                return total;
-            }
-            let slot = &mut self.slots[id as usize];
-            slot.stamp = stamp;
-            slot.class = class_at(total);
-            self.link_newest(id);
-            total += num_blocks;
-            id = parent;
+    /// A node became held.
+    pub(super) fn leave(&mut self, id: u32) {
+        if self.has_lists() && self.is_linked(id) {
+            self.unlink(id);
         }
     }
 
-    /// Takes away a pin of a node that stays held by a child.
-    pub(super) fn release_inner(&mut self, id: u32) {
-        self.slots[id as usize].holds -= 1;
-        debug_assert!(self.slot(id).holds > 0, "a held child holds it");
+    /// A node became unheld.
+    pub(super) fn enter(&mut self, id: u32, stamp: u64, class: u8) {
+        let slot = &mut self.slots[id as usize];
+        slot.stamp = stamp;
+        slot.class = class;
+        self.link_newest(id);
     }
 
-    /// Enters a new node below a pinned one and moves that pin down to it.
-    pub(super) fn add_pinned_child(&mut self, id: u32, parent: u32, num_blocks: u32) {
-        // The parent loses the pin and gains a held child: its count stays.
-        debug_assert!(self.slot(parent).holds > 0);
-        self.put(id, Slot::new(parent, 1, num_blocks));
-    }
-
-    /// Enters a new root.
-    pub(super) fn add_root(&mut self, id: u32) {
-        self.put(id, Slot::new(NO_NODE, 0, 0));
-    }
-
-    /// Lists.
-    pub(super) fn num_classes(&self) -> usize {
-        self.lists.len()
-    }
-
-    /// Time of a node's last release.
-    pub(super) fn stamp(&self, id: u32) -> u64 {
-        self.slot(id).stamp
-    }
-
-    /// A held leaf grew by this many blocks.
-    pub(super) fn grow(&mut self, id: u32, num_blocks: u32) {
-        self.slots[id as usize].num_blocks += num_blocks;
-    }
-
-    /// `head` took the first `num_blocks` of `id` and became its parent.
-    pub(super) fn split(&mut self, id: u32, head: u32, num_blocks: u32) {
-        let Slot { parent, holds, stamp, class, is_linked, .. } = *self.slot(id);
-        self.put(head, Slot { stamp, class, ..Slot::new(parent, u32::from(holds > 0), num_blocks) });
-        let node = &mut self.slots[id as usize];
-        node.parent = head;
-        node.num_blocks -= num_blocks;
+    /// `head` took the first blocks of `id` and became its parent.
+    pub(super) fn split(&mut self, id: u32, head: u32) {
+        if !self.has_lists() {
+            return;
+        }
+        let Slot { stamp, class, is_linked, .. } = *self.slot(id);
+        self.put(head, Slot { stamp, class, ..Slot::NEW });
         if is_linked {
             self.link_after(head, id);
         }
@@ -199,10 +131,9 @@ impl Order {
         self.lists.iter().all(|list| list.oldest == NO_NODE)
     }
 
-    /// Eviction took blocks from a leaf; `is_removed` if it took the last.
-    pub(super) fn shrink(&mut self, id: u32, num_blocks: u32, is_removed: bool) {
-        self.slots[id as usize].num_blocks -= num_blocks;
-        if is_removed {
+    /// Eviction removed a node.
+    pub(super) fn remove(&mut self, id: u32) {
+        if self.has_lists() {
             self.unlink(id);
         }
     }
@@ -212,30 +143,13 @@ impl Order {
         self.unlink(id);
     }
 
-    /// Puts a parked node back that has become a leaf. Returns its class.
+    /// Puts a node back that may be parked, is no root and has become an unheld leaf. Returns its class.
     pub(super) fn unpark(&mut self, id: u32) -> usize {
-        let Slot { parent, holds, class, is_linked, .. } = *self.slot(id);
-        if holds == 0 && !is_linked && parent != NO_NODE {
+        let Slot { class, is_linked, .. } = *self.slot(id);
+        if !is_linked {
             self.link_oldest(id);
         }
         class as usize
-    }
-
-    /// Steps that were open at the release with this stamp may still read what it released.
-    pub(super) fn fence(&mut self, stamp: u64, epoch: StepEpoch) {
-        self.fences.push_back((stamp, epoch));
-    }
-
-    /// Whether open steps may still read what was released at `stamp`. Exact: while one of the epochs is open,
-    /// everything released after it is fenced too.
-    pub(super) fn is_fenced(&mut self, stamp: u64, is_closed: impl Fn(StepEpoch) -> bool) -> bool {
-        while let Some(&(_, epoch)) = self.fences.front() {
-            if !is_closed(epoch) {
-                break;
-            }
-            self.fences.pop_front();
-        }
-        self.fences.front().is_some_and(|&(start, _)| stamp >= start)
     }
 
     fn link_newest(&mut self, id: u32) {
@@ -313,10 +227,11 @@ impl Order {
         };
         self.lists.iter().map(list).collect()
     }
+}
 
-    /// (parent, holds, blocks) of a node.
-    pub(super) fn facts(&self, id: u32) -> (u32, u32, u32) {
-        let slot = self.slot(id);
-        (slot.parent, slot.holds, slot.num_blocks)
-    }
+/// After the removal of a child of `parent`: puts the parent back if it was parked and is an unheld leaf now. Returns
+/// its class.
+pub(super) fn unpark(tree: &Tree, order: &mut Order, parent: u32) -> Option<usize> {
+    let is_leaf = tree.is_live(parent) && tree.node(parent).num_children == 0 && tree.holds(parent) == 0;
+    (is_leaf && order.has_lists()).then(|| order.unpark(parent))
 }

@@ -1,7 +1,7 @@
 //! Removing a scope's prefixes, whatever uses them.
 
 use super::namespace::{Names, Namespace};
-use super::order::Order;
+use super::order::{Order, unpark};
 use super::tree::Tree;
 use super::{Pin, PrefixIndex, ShareScope};
 use crate::ids::{BlockHandle, NamespaceId};
@@ -45,7 +45,7 @@ impl PrefixIndex {
     ) -> std::result::Result<(), Names> {
         let mut tree = namespace.write_tree();
         let mut order = namespace.lock_order();
-        if tree.all_roots().any(|root| order.holds(root) > 0) {
+        if tree.all_roots().any(|root| tree.holds(root) > 0) {
             return Err(names);
         }
         self.cut_off(id, namespace, &mut tree, &mut order);
@@ -66,42 +66,26 @@ impl PrefixIndex {
         // Relaxed: written and read under the order's lock.
         namespace.num_purges.fetch_add(1, Ordering::Relaxed);
         let mut taken = Vec::new();
-        while let Some(leaf) = self.any_leaf(tree, order) {
-            self.take_path(tree, order, leaf, &mut taken);
+        // A path is taken from its leaf up, so one look at each node is enough.
+        for id in 0..tree.num_slots() {
+            self.take_path(tree, order, id, &mut taken);
         }
         self.evicted(id, &taken);
         taken.len()
     }
 
-    /// An unheld leaf that no open step may read.
-    fn any_leaf(&self, tree: &Tree, order: &mut Order) -> Option<u32> {
-        for class in 0..order.num_classes() {
-            while let Some((node, stamp)) = order.oldest(class) {
-                if tree.node(node).num_children > 0 {
-                    order.park(node);
-                } else if order.is_fenced(stamp, |epoch| self.pool.epoch_closed(epoch)) {
-                    break;
-                } else {
-                    return Some(node);
-                }
-            }
-        }
-        None
-    }
-
     /// Takes a leaf and what becomes a leaf above it, as far as nobody holds it or may read it.
     fn take_path(&self, tree: &mut Tree, order: &mut Order, leaf: u32, taken: &mut Vec<BlockHandle>) {
         let mut id = leaf;
-        while !tree.is_root(id) && order.holds(id) == 0 && tree.node(id).num_children == 0 {
-            if order.is_fenced(order.stamp(id), |epoch| self.pool.epoch_closed(epoch)) {
+        while tree.is_live(id) && tree.holds(id) == 0 && tree.node(id).num_children == 0 {
+            if self.is_fenced(tree, id) {
                 return;
             }
             let parent = tree.node(id).parent;
             let tail = tree.take_tail(id, usize::MAX, taken);
-            order.shrink(id, tail.num_blocks as u32, tail.is_removed);
-            if tree.node(parent).num_children == 0 {
-                order.unpark(parent);
-            }
+            debug_assert!(tail.is_removed, "all of it was asked for");
+            order.remove(id);
+            unpark(tree, order, parent);
             id = parent;
         }
     }

@@ -84,19 +84,18 @@ impl Tree {
 
     fn add_root(&mut self, order: &mut Order) -> u32 {
         if self.roots.all.len() >= self.roots.next_sweep {
-            self.sweep_roots(order);
+            self.sweep_roots();
         }
-        let root = Node { blocks: Vec::new(), parent: NO_NODE, hash: 0, num_children: 0, generation: 0 };
-        let id = self.occupy(root);
-        order.add_root(id);
+        let id = self.occupy(Node::new(Vec::new(), NO_NODE, 0));
+        order.add(id);
         self.roots.all.insert(id);
         id
     }
 
     /// Removes roots, but for the current one, that have no children and no pins.
-    fn sweep_roots(&mut self, order: &Order) {
+    fn sweep_roots(&mut self) {
         let current = self.roots.current;
-        let is_idle = |id: &u32| *id != current && self.node(*id).num_children == 0 && order.holds(*id) == 0;
+        let is_idle = |id: &u32| *id != current && self.node(*id).num_children == 0 && self.holds(*id) == 0;
         let idle: Vec<u32> = self.roots.all.iter().copied().filter(is_idle).collect();
         self.roots.continuations.retain(|_, id| !idle.contains(id));
         for id in idle {

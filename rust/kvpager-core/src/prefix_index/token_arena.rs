@@ -26,13 +26,18 @@ impl TokenArena {
     /// An arena of zeroed rows. Every page is written here, so that none is faulted in by an insertion.
     pub(super) fn new(num_blocks: u32, block_size: usize) -> Result<Self> {
         let num_words = (num_blocks as usize).saturating_mul(block_size);
-        let mut words = Vec::new();
-        words.try_reserve_exact(num_words).map_err(|_| {
+        let num_bytes = num_words.saturating_mul(size_of::<u32>());
+        let too_many = |there_is: String| {
             Error::invalid(format!(
-                "the token ids of {num_blocks} blocks of {block_size} take {} bytes, more than there is",
-                num_words.saturating_mul(size_of::<u32>())
+                "the token ids of {num_blocks} blocks of {block_size} take {num_bytes} bytes, more than {there_is}"
             ))
-        })?;
+        };
+        // The system may promise more than it has, and end the process when the pages are written.
+        if let Some(memory) = physical_memory().filter(|&memory| num_bytes as u64 > memory) {
+            return Err(too_many(format!("the machine's {memory}")));
+        }
+        let mut words = Vec::new();
+        words.try_reserve_exact(num_words).map_err(|_| too_many("there is".to_owned()))?;
         // `vec![0; n]` would take lazily zeroed pages.
         words.resize(num_words, std::hint::black_box(0u32));
         let words = words.into_boxed_slice();
@@ -86,6 +91,14 @@ impl TokenArena {
             std::ptr::copy_nonoverlapping(tokens.as_ptr(), UnsafeCell::raw_get(cells.as_ptr()), tokens.len());
         }
     }
+}
+
+/// Bytes of the machine's memory, where the system says so.
+fn physical_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let kibibytes: u64 = total.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kibibytes.checked_mul(1024)
 }
 
 /// Whether two blocks hold the same tokens. The commonest size is compared without branches or a call: the

@@ -4,6 +4,7 @@ use super::child_hash::ChildHash;
 use super::roots::Roots;
 use super::token_arena::{TokenArena, same_tokens};
 use crate::ids::BlockHandle;
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use hashbrown::HashTable;
 
 /// One compressed edge with the node at its end.
@@ -16,8 +17,20 @@ pub(super) struct Node {
     pub(super) hash: u32,
     /// Nodes whose parent this is.
     pub(super) num_children: u32,
-    /// How often this slot was vacated.
-    pub(super) generation: u32,
+    /// Pins on it, plus its held children. See [`super::holding`].
+    pub(super) holds: AtomicU32,
+    /// Whether it was used since the hand of `clock` last passed it.
+    pub(super) is_referenced: AtomicBool,
+    /// Newest step that may still read what was released; 0 if none.
+    pub(super) fence: AtomicU64,
+}
+
+impl Node {
+    /// A node without children and pins.
+    pub(super) fn new(blocks: Vec<BlockHandle>, parent: u32, hash: u32) -> Self {
+        let (holds, is_referenced, fence) = (AtomicU32::new(0), AtomicBool::new(false), AtomicU64::new(0));
+        Self { blocks, parent, hash, num_children: 0, holds, is_referenced, fence }
+    }
 }
 
 /// Where a walk ended.
@@ -40,20 +53,29 @@ pub(super) struct Tree {
     /// Every node but the root, by the hash of its parent and its first block.
     children: HashTable<u32>,
     pub(super) roots: Roots,
+    /// Where the hand of `clock` stands.
+    pub(super) hand: u32,
 }
 
 pub(super) const NO_NODE: u32 = u32::MAX;
 
 impl Tree {
     pub(super) fn new() -> Self {
-        let root = Node { blocks: Vec::new(), parent: NO_NODE, hash: 0, num_children: 0, generation: 0 };
-        Self { nodes: vec![root], vacant: NO_NODE, children: HashTable::new(), roots: Roots::new(0) }
+        let root = Node::new(Vec::new(), NO_NODE, 0);
+        let (nodes, children, roots) = (vec![root], HashTable::new(), Roots::new(0));
+        Self { nodes, vacant: NO_NODE, children, roots, hand: 0 }
     }
 
     /// A node by its index.
     #[inline]
     pub(super) fn node(&self, id: u32) -> &Node {
         &self.nodes[id as usize]
+    }
+
+    /// Blocks of a node.
+    #[inline]
+    pub(super) fn num_blocks(&self, id: u32) -> u32 {
+        self.node(id).blocks.len() as u32
     }
 
     /// Slots, vacant ones included.
@@ -133,11 +155,13 @@ impl Tree {
         self.children.find(ChildHash::spread(hash), is_child).copied()
     }
 
-    /// Makes a node of `blocks`, whose rows are written, below `parent`.
+    /// Makes a node of `blocks`, whose rows are written, below `parent`, from which it takes a pin over.
     pub(super) fn add_child(&mut self, at: &View<'_>, parent: u32, blocks: Vec<BlockHandle>) -> u32 {
         let hash = at.hash.hash(parent, at.row(blocks[0]));
-        let id = self.occupy(Node { blocks, parent, hash, num_children: 0, generation: 0 });
+        let id = self.occupy(Node::new(blocks, parent, hash));
         self.nodes[parent as usize].num_children += 1;
+        // Relaxed: under the exclusive lock. The parent loses the pin and gains a held child: its count stays.
+        self.node(id).holds.store(1, Ordering::Relaxed);
         self.enter(id);
         id
     }
@@ -157,7 +181,12 @@ impl Tree {
         let tail = node.blocks.split_off(offset);
         let head_blocks = std::mem::replace(&mut node.blocks, tail);
         let (parent, hash) = (node.parent, node.hash);
-        let head = self.occupy(Node { blocks: head_blocks, parent, hash, num_children: 1, generation: 0 });
+        let head = Node { num_children: 1, ..Node::new(head_blocks, parent, hash) };
+        // Relaxed: under the exclusive lock.
+        head.holds.store(u32::from(node.holds.load(Ordering::Relaxed) > 0), Ordering::Relaxed);
+        head.is_referenced.store(node.is_referenced.load(Ordering::Relaxed), Ordering::Relaxed);
+        head.fence.store(node.fence.load(Ordering::Relaxed), Ordering::Relaxed);
+        let head = self.occupy(head);
         self.enter(head);
         let first = self.node(id).blocks[0];
         let hash = at.hash.hash(head, at.row(first));
@@ -191,7 +220,6 @@ impl Tree {
     pub(super) fn vacate(&mut self, id: u32) {
         let node = &mut self.nodes[id as usize];
         node.parent = self.vacant;
-        node.generation = node.generation.wrapping_add(1);
         self.vacant = id;
     }
 
@@ -203,7 +231,7 @@ impl Tree {
         }
         let slot = &mut self.nodes[id as usize];
         self.vacant = slot.parent;
-        *slot = Node { generation: slot.generation, ..node };
+        *slot = node;
         id
     }
 

@@ -8,10 +8,11 @@ use super::evictor::{Evictor, MAX_PIECE, State, Whose};
 use super::interning::Namespaces;
 use super::learned::{NUM_CLASSES, Values};
 use super::namespace::Namespace;
-use super::order::Order;
+use super::order::{Order, unpark};
 use super::tree::Tree;
 use crate::block_pool::BlockPool;
 use crate::ids::{AccountId, BlockHandle, NamespaceId};
+use crate::sync::Ordering;
 
 /// Namespaces of an account compared per piece; with more of them, the next ones in turn.
 const MAX_COMPARED: usize = 16;
@@ -59,7 +60,7 @@ impl Evictor {
             }
             let wanted = (num_blocks - total).min(MAX_PIECE).min(allowance);
             let Some(namespace) = namespaces.at(first.namespace) else { break };
-            let State { lanes: all, taken } = &mut *state;
+            let State { lanes: all, taken, .. } = &mut *state;
             taken.clear();
             let is_left = take(index, namespace, wanted, bound, values, taken);
             total += taken.len();
@@ -123,17 +124,17 @@ fn take(
         }
         let parent = tree.node(least.node).parent;
         let tail = tree.take_tail(least.node, wanted - taken.len(), taken);
-        order.shrink(least.node, tail.num_blocks as u32, tail.is_removed);
         if tail.is_removed {
-            if tree.node(parent).num_children == 0 {
-                let other = order.unpark(parent);
+            order.remove(least.node);
+            if let Some(other) = unpark(&tree, &mut order, parent) {
                 candidates[other] = candidate(pool, &tree, &mut order, other, values);
             }
             candidates[class] = candidate(pool, &tree, &mut order, class, values);
         }
     }
     let is_left = !order.is_empty();
-    order.is_queued = is_left;
+    // Relaxed: under the tree's exclusive lock, which keeps those out who set it.
+    namespace.is_queued.store(is_left, Ordering::Relaxed);
     index.evicted(id, taken);
     is_left
 }
@@ -154,14 +155,14 @@ fn candidate(
         }
         order.park(node);
     };
-    if order.is_fenced(stamp, |epoch| pool.epoch_closed(epoch)) {
+    if tree.is_fenced(node, |epoch| pool.epoch_closed(epoch)) {
         return None;
     }
     let oldest = Candidate { value: values.of(class, stamp), node };
     let newest = order.newest_first(class).take(MAX_SEARCHED).find(|&(id, _)| is_leaf(id));
     let Some((node, stamp)) = newest else { return Some(oldest) };
     let value = values.of(class, stamp);
-    if value < oldest.value && !order.is_fenced(stamp, |epoch| pool.epoch_closed(epoch)) {
+    if value < oldest.value && !tree.is_fenced(node, |epoch| pool.epoch_closed(epoch)) {
         return Some(Candidate { value, node });
     }
     Some(oldest)

@@ -10,7 +10,8 @@ use crate::args::{int, optional_int};
 use crate::arrays::read_ints;
 use crate::block_pool::PyBlockPool;
 use crate::error::{IntoPyResult, invalid};
-use kvpager_core::block_pool::{Quota, Reclaim};
+use crate::fork::Home;
+use kvpager_core::block_pool::Quota;
 use kvpager_core::prefix_index::{EventConfig, Extended, Fingerprint, IndexConfig, PrefixIndex, check_items};
 use kvpager_core::{AccountId, BlockHandle};
 use numpy::PyArray1;
@@ -27,9 +28,20 @@ pub(crate) struct PyPrefixIndex {
     block_size: usize,
     /// The account of namespaces that name none. Opened when first needed.
     account: OnceLock<AccountId>,
+    home: Home,
 }
 
 impl PyPrefixIndex {
+    /// The index, refused in a child of the process that made it: another thread may have had its locks.
+    fn index(&self) -> PyResult<&Arc<PrefixIndex>> {
+        self.home.check()?;
+        Ok(&self.inner)
+    }
+
+    fn pinned(&self, pin: Pinned, blocks: Vec<BlockHandle>) -> PyMatch {
+        PyMatch::new(pin, blocks, self.block_size, self.home)
+    }
+
     fn default_account(&self) -> kvpager_core::Result<AccountId> {
         if let Some(&account) = self.account.get() {
             return Ok(account);
@@ -47,7 +59,7 @@ impl PyPrefixIndex {
     ) -> kvpager_core::Result<PyMatch> {
         let mut blocks = Vec::with_capacity(tokens.len() / self.block_size);
         let pinned = place.find(&self.inner, tokens, is_whole, &mut blocks)?;
-        Ok(PyMatch::new(pinned, blocks, self.block_size))
+        Ok(self.pinned(pinned, blocks))
     }
 
     /// Makes a match of what `insert` does with an empty list of blocks, the interpreter released if it is long.
@@ -62,7 +74,7 @@ impl PyPrefixIndex {
         let insert = || {
             let mut blocks = Vec::with_capacity(tokens.len() / self.block_size);
             let (pinned, num_matched) = insert(tokens, &mut blocks)?;
-            Ok((PyMatch::new(pinned, blocks, self.block_size), num_matched * self.block_size))
+            Ok((self.pinned(pinned, blocks), num_matched * self.block_size))
         };
         if tokens.len() <= MAX_TOKENS_ATTACHED { insert().py() } else { py.detach(insert).py() }
     }
@@ -76,6 +88,7 @@ impl PyPrefixIndex {
         blocks: &Bound<'py, PyAny>,
         insert: impl FnOnce(&mut Pinned, &[u32], &mut [BlockHandle]) -> kvpager_core::Result<Extended> + Send,
     ) -> PyResult<Inserted<'py>> {
+        self.home.check()?;
         let tokens = Tokens::read(tokens, "tokens")?;
         let tokens = tokens.as_slice()?;
         let bits: Vec<u64> = read_ints(blocks, "blocks")?;
@@ -120,7 +133,7 @@ impl PyPrefixIndex {
                 PrefixIndex::with_events(pool, config, events).py()?
             }
         };
-        Ok(Self { inner, block_size: block_size as usize, account: OnceLock::new() })
+        Ok(Self { inner, block_size: block_size as usize, account: OnceLock::new(), home: Home::here() })
     }
 
     /// Tokens in a block.
@@ -131,8 +144,8 @@ impl PyPrefixIndex {
 
     /// How many namespaces there are.
     #[getter]
-    fn num_namespaces(&self) -> u32 {
-        self.inner.num_namespaces()
+    fn num_namespaces(&self) -> PyResult<u32> {
+        Ok(self.index()?.num_namespaces())
     }
 
     /// The number of (scope, fingerprint): equal for equal pairs, another one if any field differs.
@@ -143,26 +156,27 @@ impl PyPrefixIndex {
         fingerprint: Option<&PyFingerprint>,
         #[pyo3(from_py_with = optional_int)] account: Option<u32>,
     ) -> PyResult<u32> {
+        let index = self.index()?;
         let absent = Fingerprint::default();
         let fingerprint = fingerprint.map_or(&absent, |fingerprint| &fingerprint.inner);
         let account = account.map_or_else(|| self.default_account(), |id| Ok(AccountId(id))).py()?;
-        Ok(self.inner.namespace(&scope.inner, fingerprint, account).py()?.0)
+        Ok(index.namespace(&scope.inner, fingerprint, account).py()?.0)
     }
 
     /// Sets what an account's tenant may observe of others: "open", "scoped" (the default) or "strict".
     fn set_isolation(&self, #[pyo3(from_py_with = int)] account: u32, isolation: &str) -> PyResult<()> {
-        self.inner.set_isolation(AccountId(account), isolation.parse().py()?).py()
+        self.index()?.set_isolation(AccountId(account), isolation.parse().py()?).py()
     }
 
     /// The level of an account.
-    fn isolation(&self, #[pyo3(from_py_with = int)] account: u32) -> &'static str {
-        self.inner.isolation(AccountId(account)).name()
+    fn isolation(&self, #[pyo3(from_py_with = int)] account: u32) -> PyResult<&'static str> {
+        Ok(self.index()?.isolation(AccountId(account)).py()?.name())
     }
 
     /// A chain of namespaces to look up in order: public, group, private.
     fn chain(&self, namespaces: Vec<i64>) -> PyResult<PyScopeChain> {
         let ids = namespaces.into_iter().map(namespace_id).collect::<PyResult<Vec<_>>>()?;
-        Ok(PyScopeChain { inner: self.inner.chain(&ids).py()? })
+        Ok(PyScopeChain { inner: self.index()?.chain(&ids).py()? })
     }
 
     /// Pins the longest cached prefix of `tokens`, in a namespace or over a chain.
@@ -174,6 +188,7 @@ impl PyPrefixIndex {
         tokens: &Bound<'_, PyAny>,
         whole: bool,
     ) -> PyResult<PyMatch> {
+        self.home.check()?;
         let place = Place::read(namespace)?;
         let place = place.get();
         let tokens = Tokens::read(tokens, "tokens")?;
@@ -193,6 +208,7 @@ impl PyPrefixIndex {
         prompts: Vec<Bound<'_, PyAny>>,
         whole: bool,
     ) -> PyResult<Vec<PyMatch>> {
+        self.home.check()?;
         let place = Place::read(namespace)?;
         let place = place.get();
         let prompts: Vec<Tokens<'_>> = prompts
@@ -215,7 +231,7 @@ impl PyPrefixIndex {
         let mut keys: Vec<u32> = read_ints(tokens, "tokens")?;
         let items = super::items(Some(items));
         check_items(&items, keys.len()).py()?;
-        self.inner.key_items(&items, 0, &mut keys).py()?;
+        self.index()?.key_items(&items, 0, &mut keys).py()?;
         Ok(PyArray1::from_vec(tokens.py(), keys))
     }
 
@@ -226,13 +242,13 @@ impl PyPrefixIndex {
         tokens: &Bound<'_, PyAny>,
     ) -> PyResult<usize> {
         let tokens = Tokens::read(tokens, "tokens")?;
-        self.inner.peek_prefix(namespace_id(namespace)?, tokens.as_slice()?).py()
+        self.index()?.peek_prefix(namespace_id(namespace)?, tokens.as_slice()?).py()
     }
 
     /// A match of the empty prefix.
     fn root(&self, #[pyo3(from_py_with = int)] namespace: i64) -> PyResult<PyMatch> {
-        let pin = self.inner.root(namespace_id(namespace)?).py()?;
-        Ok(PyMatch::new(Pinned::One(pin), Vec::new(), self.block_size))
+        let pin = self.index()?.root(namespace_id(namespace)?).py()?;
+        Ok(self.pinned(Pinned::One(pin), Vec::new()))
     }
 
     /// Makes every whole block of `tokens` resident and pins it; returns the match and the tokens found resident.
@@ -242,6 +258,7 @@ impl PyPrefixIndex {
         namespace: &Bound<'_, PyAny>,
         tokens: &Bound<'_, PyAny>,
     ) -> PyResult<(PyMatch, usize)> {
+        self.home.check()?;
         let place = Place::read(namespace)?;
         let place = place.get();
         self.insert_with(py, tokens, |tokens, blocks| place.insert(&self.inner, tokens, blocks))
@@ -254,6 +271,7 @@ impl PyPrefixIndex {
         #[pyo3(from_py_with = int)] namespace: i64,
         tokens: &Bound<'_, PyAny>,
     ) -> PyResult<(PyMatch, usize)> {
+        self.home.check()?;
         let namespace = namespace_id(namespace)?;
         self.insert_with(py, tokens, |tokens, blocks| {
             let (pin, found) = self.inner.publish_prefix(namespace, tokens, blocks)?;
@@ -288,20 +306,27 @@ impl PyPrefixIndex {
     }
 
     /// Removes every prefix of a scope; returns the namespaces it has and the blocks evicted at once.
-    fn purge(&self, py: Python<'_>, scope: &PyShareScope) -> (usize, usize) {
-        let done = py.detach(|| self.inner.purge(&scope.inner));
-        (done.num_namespaces, done.num_evicted)
+    fn purge(&self, py: Python<'_>, scope: &PyShareScope) -> PyResult<(usize, usize)> {
+        let index = self.index()?;
+        let done = py.detach(|| index.purge(&scope.inner));
+        Ok((done.num_namespaces, done.num_evicted))
     }
 
     /// Takes up to `max_events` events, oldest first.
     #[pyo3(signature = (max_events=4096))]
-    fn poll_events(&self, py: Python<'_>, #[pyo3(from_py_with = int)] max_events: usize) -> PyEventBatch {
-        PyEventBatch::new(py.detach(|| self.inner.poll_events(max_events)))
+    fn poll_events(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = int)] max_events: usize,
+    ) -> PyResult<PyEventBatch> {
+        let index = self.index()?;
+        Ok(PyEventBatch::new(py.detach(|| index.poll_events(max_events))))
     }
 
     /// Everything that is matchable now, to start following from.
-    fn snapshot(&self, py: Python<'_>) -> PySnapshot {
-        PySnapshot::new(py.detach(|| self.inner.snapshot()))
+    fn snapshot(&self, py: Python<'_>) -> PyResult<PySnapshot> {
+        let index = self.index()?;
+        Ok(PySnapshot::new(py.detach(|| index.snapshot())))
     }
 
     /// Counts of a namespace.
@@ -311,17 +336,19 @@ impl PyPrefixIndex {
         #[pyo3(from_py_with = int)] namespace: i64,
     ) -> PyResult<PyNamespaceStats> {
         let namespace = namespace_id(namespace)?;
-        Ok(PyNamespaceStats::new(py.detach(|| self.inner.namespace_stats(namespace)).py()?))
+        let index = self.index()?;
+        Ok(PyNamespaceStats::new(py.detach(|| index.namespace_stats(namespace)).py()?))
     }
 
     /// Sets how many namespaces of salts an account may have at once.
-    fn set_max_salts(&self, #[pyo3(from_py_with = int)] max_salts: u32) {
-        self.inner.set_max_salts(max_salts);
+    fn set_max_salts(&self, #[pyo3(from_py_with = int)] max_salts: u32) -> PyResult<()> {
+        self.index()?.set_max_salts(max_salts);
+        Ok(())
     }
 
     /// Counts of the namespaces that clients' salts made for an account.
-    fn salt_stats(&self, #[pyo3(from_py_with = int)] account: u32) -> PySaltStats {
-        PySaltStats::new(self.inner.salt_stats(AccountId(account)))
+    fn salt_stats(&self, #[pyo3(from_py_with = int)] account: u32) -> PyResult<PySaltStats> {
+        Ok(PySaltStats::new(self.index()?.salt_stats(AccountId(account)).py()?))
     }
 
     /// Evicts an account's own cached blocks until `num_blocks` more are within its limit, if it is `strict`.
@@ -331,7 +358,8 @@ impl PyPrefixIndex {
         #[pyo3(from_py_with = int)] account: u32,
         #[pyo3(from_py_with = int)] num_blocks: u32,
     ) -> PyResult<u32> {
-        py.detach(|| self.inner.make_room(AccountId(account), num_blocks)).py()
+        let index = self.index()?;
+        py.detach(|| index.make_room(AccountId(account), num_blocks)).py()
     }
 
     /// Evicts up to `num_blocks` cached blocks for an account, whose as its level says; returns how many.
@@ -340,31 +368,37 @@ impl PyPrefixIndex {
         py: Python<'_>,
         #[pyo3(from_py_with = int)] account: u32,
         #[pyo3(from_py_with = int)] num_blocks: u32,
-    ) -> u32 {
-        py.detach(|| self.inner.reclaim(AccountId(account), num_blocks))
+    ) -> PyResult<u32> {
+        let index = self.index()?;
+        py.detach(|| index.evict_for(AccountId(account), num_blocks)).py()
     }
 
     /// Evicts up to `num_blocks` cached blocks; returns how many.
     fn evict(&self, py: Python<'_>, #[pyo3(from_py_with = int)] num_blocks: i64) -> PyResult<u32> {
         let num_blocks = u32::try_from(num_blocks)
             .map_err(|_| invalid(format!("num_blocks must be from 0 to {}, is {num_blocks}", u32::MAX)))?;
-        Ok(py.detach(|| self.inner.evict(num_blocks)))
+        let index = self.index()?;
+        Ok(py.detach(|| index.evict(num_blocks)))
     }
 
     /// Evicts everything that is not held.
-    fn clear(&self, py: Python<'_>) {
-        py.detach(|| self.inner.clear());
+    fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        let index = self.index()?;
+        py.detach(|| index.clear());
+        Ok(())
     }
 
     /// Bytes used besides the token rows.
     #[getter]
-    fn memory_bytes(&self, py: Python<'_>) -> usize {
-        py.detach(|| self.inner.memory_bytes())
+    fn memory_bytes(&self, py: Python<'_>) -> PyResult<usize> {
+        let index = self.index()?;
+        Ok(py.detach(|| index.memory_bytes()))
     }
 
     /// Raises `AssertionError` with the first violated invariant.
     fn check_invariants(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.inner.check_invariants()).map_err(pyo3::exceptions::PyAssertionError::new_err)
+        let index = self.index()?;
+        py.detach(|| index.check_invariants()).map_err(pyo3::exceptions::PyAssertionError::new_err)
     }
 }
 

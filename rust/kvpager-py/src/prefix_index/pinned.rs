@@ -2,6 +2,7 @@
 
 use super::place::Pinned;
 use crate::error::IntoPyResult;
+use crate::fork::Home;
 use kvpager_core::{BlockHandle, Error};
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -13,6 +14,17 @@ pub(crate) struct PyMatch {
     held: Mutex<Option<Held>>,
     namespace: u32,
     block_size: usize,
+    home: Home,
+}
+
+impl Drop for PyMatch {
+    fn drop(&mut self) {
+        let held = self.held.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if self.home.check().is_err() {
+            // The parent's to release; here its locks may be taken for ever.
+            std::mem::forget(held);
+        }
+    }
 }
 
 /// What an unreleased match has.
@@ -22,9 +34,9 @@ pub(super) struct Held {
 }
 
 impl PyMatch {
-    pub(super) fn new(pin: Pinned, blocks: Vec<BlockHandle>, block_size: usize) -> Self {
+    pub(super) fn new(pin: Pinned, blocks: Vec<BlockHandle>, block_size: usize, home: Home) -> Self {
         let namespace = pin.namespace().0;
-        Self { held: Mutex::new(Some(Held { pin, blocks })), namespace, block_size }
+        Self { held: Mutex::new(Some(Held { pin, blocks })), namespace, block_size, home }
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Held>> {
@@ -33,6 +45,7 @@ impl PyMatch {
 
     /// Runs `f` on what is held, or says that the match was released.
     pub(super) fn with<T>(&self, f: impl FnOnce(&mut Held) -> kvpager_core::Result<T>) -> PyResult<T> {
+        self.home.check()?;
         let released = || Error::WrongState("the match was released".into());
         self.lock().as_mut().ok_or_else(released).and_then(f).py()
     }
@@ -85,8 +98,10 @@ impl PyMatch {
     }
 
     /// Releases the pin now. Again is nothing.
-    fn release(&self) {
+    fn release(&self) -> PyResult<()> {
+        self.home.check()?;
         drop(self.lock().take());
+        Ok(())
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
@@ -94,8 +109,8 @@ impl PyMatch {
     }
 
     #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, _exception: &Bound<'_, pyo3::types::PyTuple>) {
-        self.release();
+    fn __exit__(&self, _exception: &Bound<'_, pyo3::types::PyTuple>) -> PyResult<()> {
+        self.release()
     }
 
     fn __repr__(&self) -> String {

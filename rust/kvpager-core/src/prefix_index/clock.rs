@@ -1,0 +1,155 @@
+//! The `clock` policy: one hand for each account, over the nodes of its namespaces in turn.
+//!
+//! The hand takes unheld leaves, tail first, unless they are marked: those lose their mark and are passed. Marks are
+//! set by releases, on any thread and without a lock of the order, so what was used since the hand last came by gets
+//! another round. A node that became a leaf under the hand and has no mark goes at once. After two rounds over
+//! everything marks no longer count, so an eviction ends however fast they are set.
+
+use super::PrefixIndex;
+use super::evictor::{Evictor, MAX_PIECE, State, Whose};
+use super::tree::Tree;
+use crate::ids::{BlockHandle, NamespaceId};
+use crate::sync::Ordering;
+
+/// Nodes passed under one hold of a namespace's locks.
+const MAX_PASSED: usize = 256;
+
+/// What the hand found in one piece.
+enum Sweep {
+    /// What was wanted, or as many nodes as it may pass at once: it stands still in this namespace.
+    Stopped,
+    /// The last node.
+    Ended,
+    /// Nothing to take, now or later.
+    Empty,
+}
+
+impl Evictor {
+    /// Evicts up to `num_blocks` of whom it may; returns how many were evicted.
+    pub(super) fn evict_by_clock(&self, index: &PrefixIndex, whose: Whose, num_blocks: usize) -> usize {
+        let mut state = self.current();
+        let round = state.lanes.iter().map(|lane| lane.active.len()).sum::<usize>();
+        let (mut total, mut num_ended) = (0, 0);
+        // The first round may begin in the middle of a namespace, and the last must be a whole one.
+        while total < num_blocks && num_ended <= 3 * round + 1 {
+            let Some((lane, allowance)) = state.clock_lane(index, whose) else { break };
+            let Some(&id) = state.lanes[lane].active.first() else { break };
+            let wanted = (num_blocks - total).min(MAX_PIECE).min(allowance);
+            let ignores_marks = num_ended > 2 * round;
+            let State { lanes, taken, clock_lane, .. } = &mut *state;
+            taken.clear();
+            let sweep = sweep(index, id, wanted, ignores_marks, taken);
+            total += taken.len();
+            let lane = &mut lanes[lane];
+            match sweep {
+                Sweep::Stopped => continue,
+                Sweep::Ended => lane.active.rotate_left(1),
+                Sweep::Empty => drop(lane.active.remove(0)),
+            }
+            num_ended += 1;
+            if matches!(whose, Whose::Own(_)) {
+                continue;
+            }
+            lane.num_ended += 1;
+            if lane.num_ended >= lane.active.len() {
+                lane.num_ended = 0;
+                *clock_lane += 1;
+            }
+        }
+        total
+    }
+}
+
+impl State {
+    /// The lane whose turn it is of those that may give, and how much it may.
+    fn clock_lane(&mut self, index: &PrefixIndex, whose: Whose) -> Option<(usize, usize)> {
+        let count = self.lanes.len();
+        let turn = self.clock_lane;
+        let in_turn = (0..count).map(|offset| (turn + offset) % count);
+        let mut may_give = in_turn.filter(|&lane| !self.lanes[lane].active.is_empty()).filter_map(|lane| {
+            let allowance = self.allowance(&index.pool, whose, lane);
+            (allowance > 0).then_some((lane, allowance))
+        });
+        let found = may_give.next();
+        drop(may_give);
+        // An eviction of one account's own blocks does not move everybody's turn.
+        if let (Some((lane, _)), false) = (found, matches!(whose, Whose::Own(_))) {
+            self.clock_lane = lane;
+        }
+        found
+    }
+}
+
+/// Moves the hand of a namespace until `wanted` blocks are taken, or a piece of nodes is passed.
+fn sweep(
+    index: &PrefixIndex,
+    id: NamespaceId,
+    wanted: usize,
+    ignores_marks: bool,
+    taken: &mut Vec<BlockHandle>,
+) -> Sweep {
+    let Some((id, namespace)) = index.namespaces.at(id) else { return Sweep::Empty };
+    let mut tree = namespace.write_tree();
+    let sweep = tree.move_hand(wanted, ignores_marks, |tree, node| index.is_fenced(tree, node), taken);
+    index.evicted(id, taken);
+    if tree.num_children() > 0 {
+        return sweep;
+    }
+    // Relaxed: under the tree's exclusive lock, which keeps those out who set it.
+    namespace.is_queued.store(false, Ordering::Relaxed);
+    Sweep::Empty
+}
+
+impl Tree {
+    fn move_hand(
+        &mut self,
+        wanted: usize,
+        ignores_marks: bool,
+        is_fenced: impl Fn(&Self, u32) -> bool,
+        taken: &mut Vec<BlockHandle>,
+    ) -> Sweep {
+        for _ in 0..MAX_PASSED {
+            if taken.len() == wanted {
+                break;
+            }
+            let id = self.hand;
+            if id >= self.num_slots() {
+                self.hand = 0;
+                return Sweep::Ended;
+            }
+            self.take_unmarked(id, wanted, ignores_marks, &is_fenced, taken);
+            if self.node(id).num_children == 0 {
+                // Relaxed: under the exclusive lock.
+                self.node(id).is_referenced.store(false, Ordering::Relaxed);
+            }
+            // A slot that was emptied is passed: what comes into it next gets a whole round.
+            self.hand += u32::from(taken.len() < wanted || !self.is_live(id));
+        }
+        Sweep::Stopped
+    }
+
+    /// Takes a node and what becomes a leaf above it, as far as it may.
+    fn take_unmarked(
+        &mut self,
+        id: u32,
+        wanted: usize,
+        ignores_marks: bool,
+        is_fenced: &impl Fn(&Self, u32) -> bool,
+        taken: &mut Vec<BlockHandle>,
+    ) {
+        let mut id = id;
+        while taken.len() < wanted && self.is_live(id) && self.holds(id) == 0 {
+            let node = self.node(id);
+            // Relaxed: under the exclusive lock.
+            let is_marked = !ignores_marks && node.is_referenced.load(Ordering::Relaxed);
+            if is_marked || node.num_children > 0 || is_fenced(self, id) {
+                return;
+            }
+            let parent = node.parent;
+            if !self.take_tail(id, wanted - taken.len(), taken).is_removed {
+                return;
+            }
+            id = parent;
+        }
+    }
+}
