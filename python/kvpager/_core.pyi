@@ -100,10 +100,25 @@ class KvGeometry:
     @property
     def layer_groups(self) -> list[tuple[str, int | None, list[int], int, int]]:
         """`(span, window, layers, bytes_per_token, padding_bytes_per_token)` of each group."""
+    @property
+    def cached_layers(self) -> list[tuple[int, int, int, int, int, bool]]:
+        """`(number, query_heads, kv_heads, key_dim, value_dim, latent)` of the layers that keep something."""
+    @property
+    def scaled_by_head(self) -> bool:
+        """Whether blocks hold a float32 scale for each token and head."""
     def bytes_for_length(self, length: int) -> int:
         """Bytes that a sequence of `length` tokens needs, padding and block rounding not counted."""
     def blocks_for_length(self, length: int, *, block_size: int = 16, chunk: int = 1) -> int:
         """Blocks over all groups that a sequence holds at most on its way to `length` tokens."""
+    def batch_arrays(
+        self,
+        *,
+        block_size: int = 16,
+        max_batch_tokens: int = 8192,
+        max_running: int = 256,
+        max_model_tokens: int | None = None,
+    ) -> list[tuple[str, int | None, int, tuple[int, int]]]:
+        """`(name, group, item_bytes, shape)` of the arrays of the largest batch, block tables included."""
     def budget(
         self,
         device_memory: int,
@@ -113,6 +128,7 @@ class KvGeometry:
         weights: int | None = None,
         activations: int | None = None,
         workspace: int | None = None,
+        split_plans: int = 0,
         communication: int | None = None,
         runtime: int | None = None,
         graphs: int | None = None,
@@ -123,6 +139,8 @@ class KvGeometry:
         max_model_tokens: int | None = None,
     ) -> Budget:
         """Makes the memory budget of one device, all sizes in bytes; what is None is estimated.
+
+        An estimated workspace is the batch's arrays and `split_plans`, what attention kernels keep besides.
 
         Raises:
             InvalidArgumentError: with every term, when nothing is left or `max_model_tokens` does not fit.
@@ -147,10 +165,7 @@ class Budget:
         """Tokens that fit while every sequence is inside its windows."""
     @property
     def longest_request(self) -> int:
-        """Longest single request that fits."""
-    @property
-    def batch_array_bytes(self) -> int:
-        """Bytes of a batch's arrays, block tables included; a part of the workspace."""
+        """Longest single request that fits with tables made for it; 2^64 - 1 if nothing bounds it."""
 
 # --- block pool ---------------------------------------------------------------------------------------------
 

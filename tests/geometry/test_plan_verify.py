@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvpager._core import KvGeometry
 from kvpager.errors import InvalidArgumentError, KvPagerError
+from kvpager.planning.limits import Limits
 from kvpager.planning.measure import measure
 from kvpager.planning.memory import open_device, open_host
-from kvpager.planning.verify import Limits, verify
+from kvpager.planning.split_plans import split_plan_bytes
+from kvpager.planning.verify import verify
 from kvpager.planning.worst_batch import worst_batch
 
 from .test_plan_command import plan
@@ -34,6 +39,14 @@ WINDOWED = SMALL | {
     "layer_types": ["sliding_attention", "full_attention"] * 3,
     "sliding_window": 256,
 }
+LATENT = SMALL | {
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
+MIXED_HEADS = WINDOWED | {"head_dim": 64, "global_head_dim": 128, "num_global_key_value_heads": 1}
 LOGITS = {"vocab_size": 50_000, "intermediate_size": 512}
 OPTIONS = ("--runtime", "8MiB", "--graphs", "4MiB", "--max-batch-tokens", "1024", "--max-running", "64")
 on_host = pytest.mark.skipif(open_device()[0] is not None, reason="there is a device")
@@ -54,8 +67,26 @@ def write(directory: Path, config: dict[str, Any]) -> Path:
         (SMALL, ("--kv-dtype", "fp32", "--tp", "2", "--safety-margin", "0")),
         (SMALL | LOGITS, ()),
         (WINDOWED, ()),
+        (LATENT, ()),
+        (LATENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, ("--block-size", "64")),
+        (SMALL, ("--kv-dtype", "int8")),
+        (MIXED_HEADS, ("--kv-dtype", "int8")),
+        (SMALL | {"head_dim": 48}, ("--kv-dtype", "fp16", "--block-size", "1")),
+        (SMALL | {"num_key_value_heads": 8}, ("--max-model-tokens", "512")),
     ],
-    ids=["plain", "fp8", "tensor parallel", "logits", "windows"],
+    ids=[
+        "plain",
+        "fp8",
+        "tensor parallel",
+        "logits",
+        "windows",
+        "latent",
+        "latent with a kernel",
+        "int8",
+        "heads of two sizes",
+        "no kernel",
+        "more blocks than sequences reach",
+    ],
 )
 def test_every_part_is_predicted_never_under_and_at_most_5_percent_over(
     tmp_path: Path, config: dict[str, Any], options: tuple[str, ...]
@@ -67,14 +98,82 @@ def test_every_part_is_predicted_never_under_and_at_most_5_percent_over(
     found = result["verify"]
     assert found["ok"]
     parts = {part["part"]: part for part in found["parts"]}
-    assert set(parts) == set(result["budget"]) - {"safety_margin", "not_offered"}
+    assert set(parts) == set(result["budget"]) - {"safety_margin", "left_over", "not_offered"}
     for part in parts.values():
         assert part["measured"] <= part["predicted"] <= 1.05 * part["measured"], part
         assert part["predicted"] == result["budget"][part["part"]]
-    assert parts["cache"]["measured"] >= result["num_blocks"] * result["block_size"]
+    assert parts["cache"]["measured"] == result["num_blocks"] * result["block_bytes"]
     assert found["batch"] == {"tokens": 1024, "sequences": 64}
     blocks = result["num_blocks"]
     assert f"{blocks}" in found["refusal"], "one block more is refused with the numbers"
+
+
+@on_host
+@pytest.mark.parametrize("batch", ["1", "3", "16", "64"])
+@pytest.mark.parametrize("config", [SMALL, WINDOWED, LATENT], ids=["plain", "windows", "latent"])
+def test_small_batches_are_predicted_too(tmp_path: Path, config: dict[str, Any], batch: str) -> None:
+    """Python's own objects are larger than the arrays of one token, and are not the model's."""
+    options = ("--runtime", "1MiB", "--graphs", "0", "--max-batch-tokens", batch, "--max-running", "16")
+    done = plan(write(tmp_path, config), "--device-memory", "256MiB", *options, "--verify", "--json")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert all(0 <= part["over"] <= 0.05 for part in json.loads(done.stdout)["verify"]["parts"])
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], Limits, int]:
+    """A config, how it is deployed, the limits of its batches and blocks that its device has room for."""
+    heads = draw(st.sampled_from([1, 2, 4, 8]))
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": draw(st.integers(1, 6)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw(st.sampled_from([n for n in (1, 2, 4, 8) if n <= heads])),
+        "head_dim": draw(st.sampled_from([8, 40, 64, 128])),
+        "hidden_size": draw(st.sampled_from([64, 192, 512])),
+        "intermediate_size": draw(st.sampled_from([32, 500, 2048])),
+        "vocab_size": draw(st.sampled_from([16, 3000, 40_000])),
+        "max_position_embeddings": draw(st.sampled_from([64, 500, 4096])),
+    }
+    if draw(st.booleans()):
+        config["sliding_window"] = draw(st.sampled_from([8, 100, 1024]))
+        kinds = ["sliding_attention", "full_attention"]
+        config["layer_types"] = [draw(st.sampled_from(kinds)) for _ in range(config["num_hidden_layers"])]
+    if draw(st.booleans()):
+        config |= {"kv_lora_rank": draw(st.sampled_from([32, 512])), "qk_rope_head_dim": 64}
+    deployed = {
+        "kv_dtype": draw(st.sampled_from(["bf16", "fp16", "fp32", "fp8", "int8"])),
+        "tensor_parallel": draw(st.sampled_from([1, heads])),
+    }
+    limits = Limits(
+        block_size=draw(st.sampled_from([1, 8, 16, 64, 256])),
+        max_batch_tokens=draw(st.integers(1, 300)),
+        max_running=draw(st.integers(1, 80)),
+        max_model_tokens=config["max_position_embeddings"],
+    )
+    return config, deployed, limits, draw(st.integers(1, 60))
+
+
+@on_host
+@settings(max_examples=60, deadline=None)
+@given(drawn=plans())
+def test_drawn_plans_are_never_under_and_at_most_5_percent_over(
+    drawn: tuple[dict[str, Any], dict[str, Any], Limits, int],
+) -> None:
+    config, deployed, limits, blocks = drawn
+    geometry = KvGeometry.from_config_json(json.dumps(config), **deployed)
+    blocks = max(blocks, len(geometry.layer_groups))
+    arguments = limits.arguments() | {"max_model_tokens": None}
+    sizes = {"weights": 1 << 20, "runtime": 1 << 16, "graphs": 0, "safety_margin": 0}
+    sizes["split_plans"] = split_plan_bytes(geometry, limits)
+    with pytest.raises(InvalidArgumentError) as error:
+        geometry.budget(1, **sizes, **arguments)
+    (used,) = re.findall(r"available bytes are left after (\d+)", str(error.value))
+    memory = int(used) + blocks * geometry.block_bytes_per_token * limits.block_size
+    budget = geometry.budget(memory, **sizes, **arguments)
+    assert budget.num_blocks == blocks
+    found = verify(geometry, budget, limits, device=None, runtime=None)
+    assert [part for part in found["parts"] if not 0 <= part["over"] <= 0.05] == []
+    assert found["ok"]
 
 
 @on_host
@@ -95,6 +194,8 @@ def test_part_that_was_given_too_small_fails_the_check(tmp_path: Path) -> None:
     assert not result["ok"]
     (under,) = [part["part"] for part in result["parts"] if part["over"] < 0]
     assert under == "activations"
+    last = plan(write(tmp_path, SMALL), *options[:-1]).stdout.replace("\n", " ")
+    assert "Not as predicted (never under, at most 5% over): activations predicted 1,048,576 bytes" in last
 
 
 @on_host
@@ -164,40 +265,61 @@ def test_memory_must_be_said_or_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype"),
+    ("config", "options", "reason"),
     [
-        (SMALL, "int8"),
-        (SMALL | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": "deepseek_v2"}, "bf16"),
+        (SMALL, ("--kv-dtype", "int8", "--kv-scales", "per_tensor"), "run int8 with a scale for each token"),
+        (SMALL, ("--kv-dtype", "fp8", "--kv-scales", "per_token_head"), "keeps fp8 with --kv-scales"),
+        (SMALL, ("--block-size", "48"), "blocks of a power of two up to 256 tokens"),
+        (SMALL | {"head_dim": 2048}, (), "heads of up to 1024 elements"),
     ],
 )
-def test_caches_that_the_pass_does_not_run_are_refused(config: dict[str, Any], dtype: str) -> None:
-    geometry = KvGeometry.from_config_json(json.dumps(config), kv_dtype=dtype)
-    budget = geometry.budget(1 << 30, runtime=0, graphs=0, max_batch_tokens=256, max_running=16)
-    limits = Limits(block_size=16, max_batch_tokens=256, max_running=16, max_model_tokens=8192)
-    with pytest.raises(InvalidArgumentError, match="--verify run K and V of heads"):
-        verify(geometry, budget, limits, device=None, runtime=None)
+def test_caches_that_the_pass_does_not_run_are_refused(
+    tmp_path: Path, config: dict[str, Any], options: tuple[str, ...], reason: str
+) -> None:
+    done = plan(write(tmp_path, config), "--device-memory", "8GiB", *options, "--verify")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert reason in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("blocks", "block_size", "tokens", "running"),
-    [(100, 16, 64, 8), (9, 16, 128, 64), (3, 4, 100, 5), (50, 1, 20, 20), (1, 16, 1, 1), (40, 8, 64, 64)],
+    ("blocks", "block_size", "tokens", "running", "width"),
+    [
+        (100, 16, 64, 8, 100),
+        (9, 16, 128, 64, 1),
+        (3, 4, 100, 5, 3),
+        (50, 1, 20, 20, 4),
+        (1, 16, 1, 1, 1),
+        (40, 8, 64, 64, 2),
+        (40, 8, 64, 4, 2),
+    ],
 )
 def test_worst_batch_fills_every_block_once_and_uses_its_tokens(
-    blocks: int, block_size: int, tokens: int, running: int
+    blocks: int, block_size: int, tokens: int, running: int, width: int
 ) -> None:
     ids = np.random.default_rng(0).permutation(blocks).astype(np.int64)
-    limits = {"block_size": block_size, "max_batch_tokens": tokens, "max_running": running}
-    batch = worst_batch(ids, table_width=1, **limits)
+    limits = Limits(
+        block_size=block_size,
+        max_batch_tokens=tokens,
+        max_running=running,
+        max_model_tokens=width * block_size,
+    )
+    batch = worst_batch(ids, limits)
     tables = batch.block_tables
-    assert sorted(tables[tables >= 0]) == list(range(blocks))
-    assert int(batch.context_lens.sum()) == blocks * block_size
-    assert batch.num_tokens == min(tokens, blocks * block_size)
-    assert 1 <= batch.num_sequences <= running
-    assert len(set(batch.slot_mapping)) == batch.num_tokens, "no slot is written twice"
+    assert tables.shape == (running, width)
+    used = tables[tables >= 0]
+    assert len(set(used)) == len(used) == min(blocks, batch.num_sequences * width)
+    assert set(used) <= set(range(blocks))
+    assert batch.num_sequences == min(tokens, running, blocks)
+    assert int(batch.context_lens.sum()) == len(used) * block_size
+    assert len(batch.slot_mapping) == tokens
+    assert batch.num_tokens == min(tokens, len(used) * block_size) == int(batch.query_start[-1])
+    assert set(batch.slot_mapping[batch.num_tokens :]) <= {-1}
+    assert len(set(batch.slot_mapping[: batch.num_tokens])) == batch.num_tokens, "no slot is written twice"
     for row, length in enumerate(batch.context_lens):
         positions = np.arange(length)
         slots = tables[row][positions // block_size] * block_size + positions % block_size
         queries = batch.query_start[row + 1] - batch.query_start[row]
+        assert (queries > 0) == (row < batch.num_sequences)
         written = batch.slot_mapping[batch.query_start[row] : batch.query_start[row + 1]]
         assert list(slots[length - queries :]) == list(written)
 

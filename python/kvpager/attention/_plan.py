@@ -7,6 +7,7 @@ made for, not from the lengths of a step, so a captured launch stays valid while
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,19 @@ from kvpager import _core
 from kvpager.attention._launch import PlanView
 from kvpager.attention._manifest import AttentionKernel, KernelClass
 
-__all__ = ["HostPlan", "PlanRoom", "plan_class", "plan_room"]
+__all__ = ["HostPlan", "PlanArrays", "PlanRoom", "plan_class", "plan_room"]
 
 MIN_CHUNK = 256
 """Positions below which a chunk is not worth a thread block of its own."""
+
+
+class PlanArrays(NamedTuple):
+    """Shape and dtype of each array of one kernel class of a plan."""
+
+    items: tuple[tuple[int, ...], np.dtype[Any]]
+    merges: tuple[tuple[int, ...], np.dtype[Any]]
+    partial_out: tuple[tuple[int, ...], np.dtype[Any]]
+    partial_state: tuple[tuple[int, ...], np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +38,16 @@ class PlanRoom:
     work: int
     merges: int
     partials: int
+
+    def arrays(self, kernel: AttentionKernel, num_kv_heads: int, value_dim: int) -> PlanArrays:
+        """The arrays that this room takes."""
+        rows = (self.partials, num_kv_heads, kernel.tile_rows)
+        return PlanArrays(
+            items=((1 + self.work, 8), np.dtype(np.int32)),
+            merges=((self.merges, 4), np.dtype(np.int32)),
+            partial_out=((*rows, value_dim), np.dtype(np.float32)),
+            partial_state=((*rows, 2), np.dtype(np.float32)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,14 +144,14 @@ class AttentionPlan:
 
     def _allocate(self, item: KernelClass, room: PlanRoom) -> _DeviceClass:
         cupy = kernels.load_cupy()
-        rows = (room.partials, self._shape.num_kv_heads, item.kernel.tile_rows)
+        arrays = room.arrays(item.kernel, self._shape.num_kv_heads, self._shape.value_dim)
         return _DeviceClass(
             item,
             room,
-            cupy.zeros((1 + room.work, 8), dtype=np.int32),
-            cupy.empty((room.merges, 4), dtype=np.int32),
-            cupy.empty((*rows, self._shape.value_dim), dtype=np.float32),
-            cupy.empty((*rows, 2), dtype=np.float32),
+            cupy.zeros(*arrays.items),
+            cupy.empty(*arrays.merges),
+            cupy.empty(*arrays.partial_out),
+            cupy.empty(*arrays.partial_state),
         )
 
     def _host(

@@ -10,7 +10,7 @@ import typer
 
 from kvpager.cli.sizes import parse_bytes
 from kvpager.errors import InvalidArgumentError
-from kvpager.planning.verify import Limits
+from kvpager.planning.limits import Limits
 
 if TYPE_CHECKING:
     from kvpager._core import Budget, KvGeometry
@@ -122,8 +122,11 @@ def plan(
         raise InvalidArgumentError("--device-memory is missing: bytes like 80GiB, or --measure on the device")
     total = total or (0 if device is None else device.total)
     free = size(device_free, "--device-free")
+    from kvpager.planning.split_plans import split_plan_bytes
+
     budget = geometry.budget(
         total,
+        split_plans=split_plan_bytes(geometry, limits),
         device_free=sources.free_of(total) if free is None else free,
         device_share=device_share,
         block_size=block_size,
@@ -138,7 +141,7 @@ def plan(
     if lengths is not None:
         from kvpager.planning.block_sizes import compare_block_sizes
 
-        cache = result["budget"]["cache"]
+        cache = result["budget"]["cache"] + result["budget"]["left_over"]
         rows = compare_block_sizes(geometry, lengths, cache_bytes=cache, max_running=max_running)
         result["block_sizes"] = rows
     if verify:

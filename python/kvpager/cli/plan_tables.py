@@ -35,6 +35,7 @@ _COLOURS = {
     "graphs": "bright_yellow",
     "safety_margin": "white",
     "cache": "green",
+    "left_over": "bright_green",
     "not_offered": "bright_black",
 }
 
@@ -123,12 +124,27 @@ def _print_verification(console: Console, found: dict[str, Any]) -> None:
             part["part"].replace("_", " "),
             format_bytes(part["predicted"]),
             format_bytes(part["measured"]),
-            f"{part['over']:.1%}" if part["measured"] else "",
+            f"{part['over']:+.1%}" if part["measured"] else "",
             part["how"],
         )
     console.print(table)
     console.print(f"One block more: {escape(found['refusal']) or 'NOT REFUSED'}")
-    console.print("Every part fits what was predicted" if found["ok"] else "A part is not as predicted")
+    console.print(_verdict(found))
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    """Names the parts that are not as predicted."""
+    wrong = [
+        f"{part['part'].replace('_', ' ')} predicted {part['predicted']:,} bytes, "
+        f"measured {part['measured']:,} ({part['over']:+.2%})"
+        for part in found["parts"]
+        if not part["ok"]
+    ]
+    if not found["refusal"]:
+        wrong.append("one block more than fits was handed out")
+    if wrong:
+        return f"Not as predicted (never under, at most {found['most_over']:.0%} over): {'; '.join(wrong)}"
+    return "Every part fits what was predicted"
 
 
 def _tokens(count: int | None) -> str:

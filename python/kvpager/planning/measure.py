@@ -10,9 +10,11 @@ import numpy as np
 
 from kvpager._core import KvGeometry
 from kvpager.errors import KvPagerError, MissingDependencyError
+from kvpager.planning.forward_pass import Widths, check_runs, run_pass
+from kvpager.planning.limits import Limits
 from kvpager.planning.memory import Memory, open_device
-from kvpager.planning.verify import Limits
-from kvpager.planning.worst_batch import LayerShape, group_batches, run_pass
+from kvpager.planning.split_plans import layer_kinds
+from kvpager.planning.worst_batch import group_batches
 
 __all__ = ["Measured", "measure", "require_device"]
 
@@ -57,17 +59,14 @@ def measure(memory: Memory, geometry: KvGeometry, limits: Limits) -> Measured:
     Raises:
         InvalidArgumentError: if the pass does not run such a model.
     """
-    shape = LayerShape.of(geometry)
+    check_runs(geometry, limits.block_size)
     block_size = limits.block_size
     blocks = -(-limits.max_batch_tokens // block_size) + limits.max_running
     num_blocks = blocks * len(geometry.layer_groups)
     cache = memory.empty((num_blocks, geometry.block_bytes_per_token * block_size), "uint8")
-    widest = max(2 * shape.intermediate, (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim)
-    weights = memory.empty((2 * shape.hidden * widest,), "uint8")
-    batches = group_batches(geometry, np.arange(num_blocks), **limits.batch())
-    peaks = run_pass(
-        memory, shape, geometry, cache=cache, weights=weights, batches=batches, block_size=block_size
-    )
+    weights = memory.empty((2 * geometry.hidden_size * _widest(geometry),), "uint8")
+    batches = group_batches(geometry, np.arange(num_blocks), limits)
+    peaks = run_pass(memory, geometry, limits, cache=cache, weights=weights, batches=batches)
     del cache, weights
     memory.trim()
     runtime = _runtime_bytes(memory)
@@ -78,6 +77,13 @@ def measure(memory: Memory, geometry: KvGeometry, limits: Limits) -> Measured:
         activations=peaks.activations,
         workspace=peaks.workspace,
     )
+
+
+def _widest(geometry: KvGeometry) -> int:
+    """Elements of the widest row that a dense layer gives."""
+    kinds = [kind for kinds in layer_kinds(geometry) for kind in kinds]
+    heads = max(max(kind.query_heads, kind.kv_heads) * kind.key_dim for kind in kinds)
+    return max(2 * Widths.of(geometry).intermediate, heads)
 
 
 def _runtime_bytes(memory: Memory) -> int:
@@ -101,13 +107,17 @@ def hold_runtime() -> None:
     square = memory.empty((64, 64), "float16")
     memory.product(square, square, memory.empty((64, 64), "float16"))
     cache = memory.empty((1, 16, 1, 64), "float16")
+    query_start = memory.empty((2,), "int32")
+    memory.fill(query_start, np.array([0, 1], np.int32))
+    context_lens = memory.empty((1,), "int32")
+    memory.fill(context_lens, np.array([1], np.int32))
     paged_attention(
         memory.empty((1, 1, 64), "float16"),
         cache,
         cache,
-        block_tables=memory.copy_in(np.zeros((1, 1), np.int32)),
-        query_start=memory.copy_in(np.array([0, 1], np.int32)),
-        context_lens=memory.copy_in(np.array([1], np.int32)),
+        block_tables=memory.empty((1, 1), "int32"),
+        query_start=query_start,
+        context_lens=context_lens,
     )
     memory.close()
     print("ready", flush=True)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import tracemalloc
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from kvpager.attention._dispatch import backend_of
 
 __all__ = ["Memory", "open_device", "open_host"]
 
@@ -40,8 +43,8 @@ class Memory(ABC):
         """An array `[shape]` whose pages are there."""
 
     @abstractmethod
-    def copy_in(self, array: npt.NDArray[Any]) -> Any:
-        """The array in this memory."""
+    def fill(self, array: Any, values: npt.NDArray[Any]) -> None:
+        """Copies values from the host into an array of this memory, spread over it where it is larger."""
 
     @abstractmethod
     def view(self, array: Any, dtype: str) -> Any:
@@ -72,16 +75,26 @@ class Memory(ABC):
         """Stops counting, and gives everything back."""
 
 
+INTERPRETER = 256 << 10
+"""Bytes of Python's own objects that may come and go in a pass; what is beyond was a hidden array."""
+
+
 class _HostMemory(Memory):
-    """The host's memory; NumPy tells its allocations to `tracemalloc`."""
+    """The host's memory: arrays are counted one by one, and `tracemalloc` shows what NumPy makes besides."""
 
     def __init__(self) -> None:
         self.name = "host memory, through NumPy"
         self.on_device = False
         self.total, _ = _host_bytes()
+        # Loaded now: the code of a module that the pass loads would look like a hidden array.
+        backend_of(np.empty(0))
+        self._live = 0
+        self._peak = 0
         self._started = not tracemalloc.is_tracing()
         if self._started:
             tracemalloc.start(1)
+        self._others = 0
+        self.reset_peak()
 
     def free_bytes(self) -> int:
         return _host_bytes()[1]
@@ -89,10 +102,18 @@ class _HostMemory(Memory):
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         array = np.empty(shape, dtype)
         array.fill(0)
+        size = int(array.nbytes)
+        self._live += size
+        self._peak = max(self._peak, self._live)
+        # Views keep their owner, so this comes when the last of them is gone.
+        weakref.finalize(array, self._forget, size)
         return array
 
-    def copy_in(self, array: npt.NDArray[Any]) -> Any:
-        return array
+    def _forget(self, size: int) -> None:
+        self._live -= size
+
+    def fill(self, array: Any, values: npt.NDArray[Any]) -> None:
+        array[...] = values
 
     def view(self, array: Any, dtype: str) -> Any:
         return array.view(dtype)
@@ -103,13 +124,16 @@ class _HostMemory(Memory):
         out.fill(0)
 
     def live_bytes(self) -> int:
-        return tracemalloc.get_traced_memory()[0]
+        return self._live
 
     def peak_bytes(self) -> int:
-        return tracemalloc.get_traced_memory()[1]
+        hidden = tracemalloc.get_traced_memory()[1] - self._peak - self._others
+        return self._peak + (hidden if hidden > INTERPRETER else 0)
 
     def reset_peak(self) -> None:
         tracemalloc.reset_peak()
+        self._peak = self._live
+        self._others = tracemalloc.get_traced_memory()[0] - self._live
 
     def trim(self) -> None:
         """Nothing: NumPy keeps no large arrays."""
@@ -141,8 +165,8 @@ class _CupyMemory(Memory):
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         return self._cupy.zeros(shape, dtype)
 
-    def copy_in(self, array: npt.NDArray[Any]) -> Any:
-        return self._cupy.asarray(array)
+    def fill(self, array: Any, values: npt.NDArray[Any]) -> None:
+        array.set(np.ascontiguousarray(np.broadcast_to(values, array.shape)))
 
     def view(self, array: Any, dtype: str) -> Any:
         return array.view(dtype)
@@ -202,8 +226,9 @@ class _TorchMemory(Memory):
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         return self._torch.zeros(tuple(shape), dtype=getattr(self._torch, dtype), device="cuda")
 
-    def copy_in(self, array: npt.NDArray[Any]) -> Any:
-        return self._torch.from_numpy(array).cuda()
+    def fill(self, array: Any, values: npt.NDArray[Any]) -> None:
+        whole = np.ascontiguousarray(np.broadcast_to(values, tuple(array.shape)))
+        array.copy_(self._torch.from_numpy(whole))
 
     def view(self, array: Any, dtype: str) -> Any:
         return array.view(getattr(self._torch, dtype))

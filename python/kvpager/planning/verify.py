@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvpager._core import BlockPool, Budget, KvGeometry
 from kvpager.errors import InvalidArgumentError, OutOfBlocksError, OverQuotaError
+from kvpager.planning.forward_pass import check_runs, run_pass
+from kvpager.planning.limits import Limits
 from kvpager.planning.memory import Memory, open_host
-from kvpager.planning.worst_batch import LayerShape, group_batches, run_pass
+from kvpager.planning.worst_batch import group_batches
 
-__all__ = ["MOST_OVER", "Limits", "verify"]
+__all__ = ["MOST_OVER", "verify"]
 
 MOST_OVER = 0.05
 """A part may be predicted larger than it is by so much, and never smaller."""
 
-NOT_ALLOCATED = ("safety_margin", "not_offered")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The limits of a plan's batches.
-
-    Attributes:
-        block_size: tokens of a block.
-        max_batch_tokens: query tokens of the largest batch.
-        max_running: sequences of the largest batch.
-        max_model_tokens: longest request.
-    """
-
-    block_size: int
-    max_batch_tokens: int
-    max_running: int
-    max_model_tokens: int
-
-    @property
-    def table_width(self) -> int:
-        """Blocks of the longest request."""
-        return -(-self.max_model_tokens // self.block_size)
-
-    def batch(self) -> dict[str, int]:
-        """Arguments of `group_batches`."""
-        names = ("block_size", "max_batch_tokens", "max_running", "table_width")
-        return {name: getattr(self, name) for name in names}
+NOT_ALLOCATED = ("safety_margin", "left_over", "not_offered")
 
 
 def verify(
@@ -52,7 +26,8 @@ def verify(
 ) -> dict[str, Any]:
     """Allocates a plan and runs its worst batch.
 
-    Every block of the pool is full and in a sequence; the batch has as many tokens as the plan allows.
+    Every block of the pool is full, and in a sequence as far as so many sequences of the longest request
+    reach; the batch has as many tokens and rows as the plan allows, padded where the blocks hold fewer.
     Attention runs over all layers; on the host, which has no fast 16-bit product, dense layers only write
     their results.
 
@@ -65,19 +40,19 @@ def verify(
         runtime: measured bytes of the device's runtime, which cannot be allocated.
 
     Returns:
-        `memory`, `batch`, `parts[]` with `part`, `predicted`, `measured`, `over` (share) and `how`, the
-        `refusal` of one block more, and `ok`.
+        `memory`, `batch`, `parts[]` with `part`, `predicted`, `measured`, `over` (share), `how` and
+        `ok`, the `refusal` of one block more, `most_over` and `ok` of all.
 
     Raises:
         InvalidArgumentError: if the memory is too small for the plan, or the pass does not run such a model.
     """
-    shape = LayerShape.of(geometry)
+    check_runs(geometry, limits.block_size)
     memory = open_host() if device is None else device
     try:
         trial = _Trial(geometry, budget, limits, memory, runtime)
         trial.check_room()
         refusal = trial.claim_blocks()
-        trial.allocate(shape)
+        trial.allocate()
         parts = trial.parts()
     finally:
         if device is None:
@@ -87,7 +62,8 @@ def verify(
         "batch": trial.batch,
         "parts": parts,
         "refusal": refusal,
-        "ok": all(0 <= part["over"] <= MOST_OVER for part in parts) and bool(refusal),
+        "most_over": MOST_OVER,
+        "ok": all(part["ok"] for part in parts) and bool(refusal),
     }
 
 
@@ -135,43 +111,38 @@ class _Trial:
         """Allocates bytes, counted for a part."""
         before = self.memory.live_bytes()
         array = self.memory.empty((size,), "uint8")
-        # On the host the rest are Python's objects around the array, which no device has.
-        taken = self.memory.live_bytes() - before if self.memory.on_device else int(array.nbytes)
-        self.measured[name] = self.measured.get(name, 0) + taken
+        self.measured[name] = self.memory.live_bytes() - before
         self.how[name] = how
         self.kept.append(array)
         return array
 
-    def allocate(self, shape: LayerShape) -> None:
+    def allocate(self) -> None:
         """Allocates every part and runs the batch beside them."""
+        on_device = self.memory.on_device
         weights = self.hold("weights", self.predicted["weights"], "allocated")
         on_host = "a device's only: held as bytes"
         self.hold("communication", self.predicted["communication"], "allocated")
-        self.hold("graphs", self.predicted["graphs"], "held as bytes" if self.memory.on_device else on_host)
-        if not self.memory.on_device:
+        self.hold("graphs", self.predicted["graphs"], "held as bytes" if on_device else on_host)
+        if not on_device:
             self.hold("runtime", self.predicted["runtime"], on_host)
-        block_bytes = self.budget.block_bytes
-        cache = self.hold("cache", self.budget.num_blocks * block_bytes, "allocated, every block read")
-        before = self.memory.live_bytes()
-        batches = group_batches(self.geometry, self.block_ids, **self.limits.batch())
-        arrays = self.memory.live_bytes() - before
+        num_blocks, block_bytes = self.budget.num_blocks, self.budget.block_bytes
+        cache = self.hold("cache", num_blocks * block_bytes, "allocated and filled")
+        batches = group_batches(self.geometry, self.block_ids, self.limits)
         self.batch = {"tokens": batches[0].num_tokens, "sequences": batches[0].num_sequences}
-        if not self.memory.on_device:
-            plans = max(0, self.predicted["workspace"] - self.budget.batch_array_bytes)
-            self.hold("workspace", plans, "batch arrays; split plans are a device's only: held as bytes")
-            self.measured["workspace"] += arrays
         peaks = run_pass(
             self.memory,
-            shape,
             self.geometry,
-            cache=cache.reshape(self.budget.num_blocks, block_bytes),
-            weights=weights if self.memory.on_device else None,
+            self.limits,
+            cache=cache.reshape(num_blocks, block_bytes),
+            weights=weights if on_device else None,
             batches=batches,
-            block_size=self.limits.block_size,
         )
         self.measured["activations"], self.how["activations"] = peaks.activations, "peak of the batch"
-        if self.memory.on_device:
-            self.measured["workspace"], self.how["workspace"] = peaks.workspace, "peak of the batch"
+        self.measured["workspace"] = peaks.workspace
+        plans = (
+            "arrays and peak of the batch" if on_device else "arrays of the batch, and a device's split plans"
+        )
+        self.how["workspace"] = plans
 
     def parts(self) -> list[dict[str, Any]]:
         """Predicted against measured; an empty part has nothing to be over."""
@@ -180,5 +151,6 @@ class _Trial:
             measured = self.measured.get(name, 0)
             over = predicted / measured - 1 if measured else float(predicted > 0)
             row = {"part": name, "predicted": predicted, "measured": measured, "over": over}
-            rows.append(row | {"how": self.how.get(name, "not allocated")})
+            row |= {"how": self.how.get(name, "not allocated"), "ok": 0 <= over <= MOST_OVER}
+            rows.append(row)
         return rows

@@ -112,5 +112,12 @@ fn groups_have_equal_blocks_and_report_their_padding() {
     assert_eq!(geometry.bytes_for_length(131_072), (80 << 10) * 131_072 + (416 << 10) * 1024);
     let blocks = geometry.blocks_for_length(131_072, 16, 1);
     assert_eq!(blocks, 8192 + (geometry.groups().len() as u64 - 1) * 65);
-    assert_eq!(geometry.longest_length(blocks, 16, 1), 131_072);
+    // A plan for the longest request fits, and one token more is refused, though tables grow with it.
+    let input = BudgetInput { max_batch_tokens: 64, weights: Some(1 << 30), ..BudgetInput::new(12 << 30) };
+    let longest = Budget::new(&geometry, &input).expect("room").longest_request;
+    let with =
+        |tokens| Budget::new(&geometry, &BudgetInput { max_model_tokens: Some(tokens), ..input.clone() });
+    assert_eq!(with(longest).expect("the longest fits").longest_request, longest);
+    let text = with(longest + 1).expect_err("one more does not").to_string();
+    assert!(text.contains(&format!("has {longest} tokens")), "{text}");
 }

@@ -8,6 +8,12 @@ use pyo3::prelude::*;
 /// `(span, window, layers, bytes_per_token, padding_bytes_per_token)`.
 type GroupRow = (&'static str, Option<u64>, Vec<u32>, u64, u64);
 
+/// `(number, query_heads, kv_heads, key_dim, value_dim, latent)`.
+type LayerRow = (u32, u64, u64, u64, u64, bool);
+
+/// `(name, group, item_bytes, shape)`.
+type ArrayRow = (&'static str, Option<usize>, u64, (u64, u64));
+
 /// The KV-cache geometry of a deployed model, on the device that holds most of it.
 #[pyclass(frozen, module = "kvpager._core")]
 pub(crate) struct KvGeometry(core::KvGeometry);
@@ -154,6 +160,21 @@ impl KvGeometry {
         self.0.groups().iter().map(row).collect()
     }
 
+    /// The layers that keep something, as `(number, query_heads, kv_heads, key_dim, value_dim, latent)`.
+    #[getter]
+    fn cached_layers(&self) -> Vec<LayerRow> {
+        let row = |layer: core::CachedLayer| {
+            let heads = (layer.query_heads, layer.kv_heads);
+            (layer.number, heads.0, heads.1, layer.key_dim, layer.value_dim, layer.latent)
+        };
+        self.0.cached_layers().map(row).collect()
+    }
+
+    #[getter]
+    fn scaled_by_head(&self) -> bool {
+        self.0.options().scales == core::KvScales::PerTokenHead
+    }
+
     fn bytes_for_length(&self, #[pyo3(from_py_with = int)] length: u32) -> u64 {
         self.0.bytes_for_length(length.into())
     }
@@ -171,9 +192,31 @@ impl KvGeometry {
         Ok(self.0.blocks_for_length(length.into(), block_size.into(), chunk.into()))
     }
 
+    /// The arrays of the largest batch as `(name, group, item_bytes, shape)`.
+    #[pyo3(signature = (*, block_size = 16, max_batch_tokens = 8192, max_running = 256, max_model_tokens = None))]
+    fn batch_arrays(
+        &self,
+        #[pyo3(from_py_with = int)] block_size: u32,
+        #[pyo3(from_py_with = int)] max_batch_tokens: u32,
+        #[pyo3(from_py_with = int)] max_running: u32,
+        #[pyo3(from_py_with = optional_int)] max_model_tokens: Option<u32>,
+    ) -> PyResult<Vec<ArrayRow>> {
+        if block_size == 0 {
+            return Err(invalid("block_size is 0, expected at least 1"));
+        }
+        let limits = core::BatchLimits {
+            block_size: block_size.into(),
+            max_batch_tokens: max_batch_tokens.into(),
+            max_running: max_running.into(),
+            max_model_tokens: max_model_tokens.map(u64::from),
+        };
+        let row = |array: core::BatchArray| (array.name, array.group, array.item_bytes, array.shape);
+        Ok(self.0.batch_arrays(limits).into_iter().map(row).collect())
+    }
+
     /// Makes the memory budget; every part is given or estimated.
     #[pyo3(signature = (device_memory, *, device_free = None, device_share = 1.0, weights = None, activations = None,
-        workspace = None, communication = None, runtime = None, graphs = None, safety_margin = None,
+        workspace = None, split_plans = 0, communication = None, runtime = None, graphs = None, safety_margin = None,
         block_size = 16, max_batch_tokens = 8192, max_running = 256, max_model_tokens = None))]
     #[expect(clippy::too_many_arguments, reason = "one keyword for each part of the budget")]
     fn budget(
@@ -184,6 +227,7 @@ impl KvGeometry {
         #[pyo3(from_py_with = optional_int)] weights: Option<u64>,
         #[pyo3(from_py_with = optional_int)] activations: Option<u64>,
         #[pyo3(from_py_with = optional_int)] workspace: Option<u64>,
+        #[pyo3(from_py_with = int)] split_plans: u64,
         #[pyo3(from_py_with = optional_int)] communication: Option<u64>,
         #[pyo3(from_py_with = optional_int)] runtime: Option<u64>,
         #[pyo3(from_py_with = optional_int)] graphs: Option<u64>,
@@ -200,6 +244,7 @@ impl KvGeometry {
             weights,
             activations,
             workspace,
+            split_plans,
             communication,
             runtime,
             graphs,
@@ -254,11 +299,6 @@ impl Budget {
     #[getter]
     fn max_tokens(&self) -> u64 {
         self.0.max_tokens
-    }
-
-    #[getter]
-    fn batch_array_bytes(&self) -> u64 {
-        self.0.batch_array_bytes
     }
 
     #[getter]

@@ -1,8 +1,10 @@
 //! The memory budget: every part of a device's memory, with its size and where the number comes from.
 //!
 //! `cache = min(share * total, free) - weights - activations - workspace - communication - runtime - graphs -
-//! safety margin`. Taking the total alone over-commits a device that something else already uses.
+//! safety margin`, in whole blocks. Taking the total alone over-commits a device that something else already
+//! uses.
 
+use super::batch_arrays::{BatchArray, BatchLimits};
 use super::kv::KvGeometry;
 use crate::{Error, Result};
 
@@ -37,7 +39,7 @@ impl Origin {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BudgetPart {
     /// `weights`, `activations`, `workspace`, `communication`, `runtime`, `graphs`, `safety_margin`, `cache`,
-    /// `not_offered`.
+    /// `left_over`, `not_offered`.
     pub name: &'static str,
     /// Its bytes.
     pub bytes: u64,
@@ -62,6 +64,9 @@ pub struct BudgetInput {
     pub activations: Option<u64>,
     /// Bytes of the attention workspace.
     pub workspace: Option<u64>,
+    /// What attention kernels keep besides a batch's arrays (work lists and partial results); it counts when the
+    /// workspace is estimated. The kernels know it, not this crate.
+    pub split_plans: u64,
     /// Bytes of the buffers of collectives.
     pub communication: Option<u64>,
     /// Bytes of the device runtime and its libraries.
@@ -90,6 +95,7 @@ impl BudgetInput {
             weights: None,
             activations: None,
             workspace: None,
+            split_plans: 0,
             communication: None,
             runtime: None,
             graphs: None,
@@ -135,10 +141,50 @@ pub struct Budget {
     pub num_blocks: u64,
     /// Tokens that fit when every sequence is inside its windows: each layer group needs its own blocks.
     pub max_tokens: u64,
-    /// Longest single request that fits.
+    /// Longest single request that fits when the tables are made for it, or `u64::MAX` if nothing bounds it.
     pub longest_request: u64,
-    /// Bytes of a batch's arrays, which are part of the workspace.
-    pub batch_array_bytes: u64,
+}
+
+/// What is left for blocks.
+struct Room {
+    available: u64,
+    parts: Vec<BudgetPart>,
+    used: u64,
+    cache: u64,
+    num_blocks: u64,
+}
+
+impl Room {
+    fn new(geometry: &KvGeometry, input: &BudgetInput, available: u64) -> Result<Self> {
+        let parts = fixed_parts(geometry, input)?;
+        let used = parts.iter().map(|part| part.bytes).fold(0, u64::saturating_add);
+        let cache = available.saturating_sub(used);
+        // Block ids are 32-bit and one value is kept for "none".
+        let num_blocks = (cache / geometry.block_bytes(input.block_size)).min(u64::from(u32::MAX) - 1);
+        Ok(Self { available, parts, used, cache, num_blocks })
+    }
+
+    fn check(&self, geometry: &KvGeometry, input: &BudgetInput, longest: u64) -> Result<()> {
+        let request = input.max_model_tokens.unwrap_or(1);
+        let needed = geometry.blocks_for_length(request, input.block_size, input.max_batch_tokens);
+        if self.num_blocks >= needed {
+            return Ok(());
+        }
+        let terms: Vec<String> =
+            self.parts.iter().map(|part| format!("{} {}", part.name.replace('_', " "), part.bytes)).collect();
+        Err(Error::invalid(format!(
+            "{} blocks fit, but a request of {request} tokens needs {needed}: one block is {} bytes, and {} of {} \
+             available bytes are left after {} ({}). The longest request that fits has {longest} tokens. What \
+             helps: a shorter --max-model-tokens, a smaller --kv-dtype, more --tp or --pp, fewer \
+             --max-batch-tokens, smaller weights; a larger share only if the device has the memory free",
+            self.num_blocks,
+            geometry.block_bytes(input.block_size),
+            self.cache,
+            self.available,
+            self.used,
+            terms.join(", "),
+        )))
+    }
 }
 
 impl Budget {
@@ -152,63 +198,52 @@ impl Budget {
         input.validate()?;
         let share = (input.device_memory as f64 * input.device_share) as u64;
         let available = share.min(input.device_free.unwrap_or(input.device_memory));
-        let mut parts = fixed_parts(geometry, input)?;
-        let used: u64 = parts.iter().map(|part| part.bytes).fold(0, u64::saturating_add);
-        let cache = available.saturating_sub(used);
+        let room = Room::new(geometry, input, available)?;
+        let longest_request = longest_request(geometry, input, available)?;
+        room.check(geometry, input, longest_request)?;
+        let Room { mut parts, cache, num_blocks, .. } = room;
         let block_bytes = geometry.block_bytes(input.block_size);
-        // Block ids are 32-bit and one value is kept for "none".
-        let num_blocks = (cache / block_bytes).min(u64::from(u32::MAX) - 1);
-        let num_groups = geometry.groups().len() as u64;
-        let budget = Self {
+        let rest = |name, bytes, note: String| BudgetPart { name, bytes, origin: Origin::Remainder, note };
+        let (blocks, beyond) = (num_blocks * block_bytes, input.device_memory.saturating_sub(available));
+        parts.push(rest("cache", blocks, format!("{num_blocks} blocks of {block_bytes} bytes")));
+        parts.push(rest("left_over", cache - blocks, "less than a block".into()));
+        parts.push(rest("not_offered", beyond, "in use by others, or beyond the share".into()));
+        Ok(Self {
             available,
             block_bytes,
             num_blocks,
-            max_tokens: num_blocks / num_groups * input.block_size,
-            batch_array_bytes: batch_array_bytes(geometry, input),
-            longest_request: geometry.longest_length(num_blocks, input.block_size, input.max_batch_tokens),
-            parts: {
-                let left = cache - num_blocks * block_bytes;
-                let note = format!("{num_blocks} blocks of {block_bytes} bytes; {left} bytes are left over");
-                parts.push(BudgetPart { name: "cache", bytes: cache, origin: Origin::Remainder, note });
-                let rest = input.device_memory.saturating_sub(used.saturating_add(cache));
-                let note = "in use by others, or beyond the share".to_owned();
-                parts.push(BudgetPart { name: "not_offered", bytes: rest, origin: Origin::Remainder, note });
-                parts
-            },
-        };
-        budget.check(geometry, input, used)?;
-        Ok(budget)
-    }
-
-    fn check(&self, geometry: &KvGeometry, input: &BudgetInput, used: u64) -> Result<()> {
-        let request = input.max_model_tokens.unwrap_or(1);
-        let needed = geometry.blocks_for_length(request, input.block_size, input.max_batch_tokens);
-        if self.num_blocks >= needed {
-            return Ok(());
-        }
-        let terms: Vec<String> = self.parts[..self.parts.len() - 2]
-            .iter()
-            .map(|part| format!("{} {}", part.name.replace('_', " "), part.bytes))
-            .collect();
-        Err(Error::invalid(format!(
-            "{} blocks fit, but a request of {request} tokens needs {needed}: one block is {} bytes, and {} of \
-             {} available bytes are left after {} ({}). The longest request that fits has {} tokens. What helps: \
-             a shorter --max-model-tokens, a smaller --kv-dtype, more --tp or --pp, fewer --max-batch-tokens, \
-             smaller weights; a larger share only if the device has the memory free",
-            self.num_blocks,
-            self.block_bytes,
-            self.available.saturating_sub(used),
-            self.available,
-            used,
-            terms.join(", "),
-            self.longest_request,
-        )))
+            max_tokens: num_blocks / geometry.groups().len() as u64 * input.block_size,
+            longest_request,
+            parts,
+        })
     }
 
     /// Bytes of a part, 0 if it has none.
     pub fn bytes(&self, name: &str) -> u64 {
         self.parts.iter().find(|part| part.name == name).map_or(0, |part| part.bytes)
     }
+}
+
+/// Requests are at most this long: token positions are signed 32-bit.
+const LONGEST: u64 = i32::MAX as u64;
+
+/// The largest `max_model_tokens` with which this input makes a plan: block tables grow with it.
+fn longest_request(geometry: &KvGeometry, input: &BudgetInput, available: u64) -> Result<u64> {
+    let fits = |length: u64| -> Result<bool> {
+        let input = BudgetInput { max_model_tokens: Some(length), ..input.clone() };
+        let room = Room::new(geometry, &input, available)?;
+        let needed = geometry.blocks_for_length(length, input.block_size, input.max_batch_tokens);
+        Ok(needed <= room.num_blocks)
+    };
+    if fits(LONGEST)? {
+        return Ok(u64::MAX);
+    }
+    let (mut low, mut high) = (0, LONGEST);
+    while low < high {
+        let middle = low + (high - low).div_ceil(2);
+        if fits(middle)? { low = middle } else { high = middle - 1 }
+    }
+    Ok(low)
 }
 
 fn fixed_parts(geometry: &KvGeometry, input: &BudgetInput) -> Result<Vec<BudgetPart>> {
@@ -245,21 +280,12 @@ fn weights(geometry: &KvGeometry) -> Result<(u64, String)> {
     }
 }
 
-/// Heads of queries and of K and V on one device, and their size.
-fn heads_on_device(geometry: &KvGeometry) -> (u64, u64, u64) {
-    let shape = geometry.shape();
-    let tp = geometry.options().tensor_parallel;
-    let (kv_heads, head_dim) = shape.heads().unwrap_or((1, shape.hidden_size / shape.num_attention_heads));
-    (shape.num_attention_heads / tp, (kv_heads / tp).max(1), head_dim)
-}
-
 /// Peak of a forward pass in 16 bits, and 2 % for the allocator's rounding. In a layer: the residual stream and
-/// its normed copy, and either Q, K, V and the attention output or the gate, the up projection and their product.
-/// After the layers: the stream, and float32 logits and probabilities of the sampled rows.
+/// its normed copy, and either Q, K, V (or the latent) and the attention output, or the gate, the up projection
+/// and their product. After the layers: the stream, and float32 logits and probabilities of the sampled rows.
 fn activations(geometry: &KvGeometry, input: &BudgetInput) -> (u64, String) {
     let shape = geometry.shape();
-    let (heads, kv_heads, head_dim) = heads_on_device(geometry);
-    let attention = (2 * heads + 2 * kv_heads) * head_dim;
+    let attention = geometry.cached_layers().map(|layer| layer.attention_width()).max().unwrap_or(0);
     let width = shape.intermediate_size.unwrap_or(4 * shape.hidden_size) / geometry.options().tensor_parallel;
     let per_token = 2 * (2 * shape.hidden_size + attention.max(3 * width));
     let rows = input.max_running.min(input.max_batch_tokens);
@@ -275,40 +301,22 @@ fn activations(geometry: &KvGeometry, input: &BudgetInput) -> (u64, String) {
     (peak.saturating_add(peak / 50), note)
 }
 
-/// Thread blocks that fill the largest device (two a multiprocessor of 160), which bounds how often the split
-/// plan cuts; and rows of the tiles of its kernels (of 4, 16 and 64).
-const SPLIT_BLOCKS: u64 = 320;
-const TILE_ROWS: [u64; 3] = [4, 16, 64];
-
-/// Attention keeps partial results of the tiles that its split plan cuts, and lists of work: once for each kind of
-/// layer. The block tables and the other arrays of a batch are counted here too.
+/// A batch's arrays, and what the attention kernels keep besides.
 fn workspace(geometry: &KvGeometry, input: &BudgetInput) -> (u64, String) {
-    let (heads, kv_heads, _) = heads_on_device(geometry);
-    let head_dim = geometry.shape().heads().map_or(512, |(_, dim)| dim);
-    let mut spans: Vec<_> = geometry.groups().iter().map(|group| group.span).collect();
-    spans.sort_unstable();
-    spans.dedup();
-    let partial = 2 * SPLIT_BLOCKS * TILE_ROWS.iter().sum::<u64>() * (head_dim + 1) * 4;
-    let rows = input.max_batch_tokens.saturating_mul(heads / kv_heads);
-    let items: u64 = TILE_ROWS.iter().map(|tile| rows / tile + input.max_running + SPLIT_BLOCKS).sum();
-    let plans = spans.len() as u64 * (partial + 48 * items);
-    let arrays = batch_array_bytes(geometry, input);
-    (
-        plans + arrays,
-        format!(
-            "{} split plans of {SPLIT_BLOCKS} thread blocks; {arrays} bytes of a batch's arrays",
-            spans.len()
-        ),
-    )
-}
-
-/// Bytes of a batch's arrays: ids, positions and sources of its tokens; of each layer group their slots, a start
-/// and a length a sequence, and the block tables, a row a sequence and as wide as the longest request.
-fn batch_array_bytes(geometry: &KvGeometry, input: &BudgetInput) -> u64 {
-    let longest = input.max_model_tokens.or(geometry.shape().max_positions).unwrap_or(131_072);
-    let table = input.max_running.saturating_mul(longest.div_ceil(input.block_size) * 4);
-    let group = table + 8 * input.max_batch_tokens + 8 * (input.max_running + 1);
-    12 * input.max_batch_tokens + geometry.groups().len() as u64 * group
+    let limits = BatchLimits {
+        block_size: input.block_size,
+        max_batch_tokens: input.max_batch_tokens,
+        max_running: input.max_running,
+        max_model_tokens: input.max_model_tokens,
+    };
+    let arrays = geometry.batch_arrays(limits);
+    let arrays = arrays.iter().map(BatchArray::bytes).fold(0, u64::saturating_add);
+    let plans = input.split_plans;
+    let note = match plans {
+        0 => format!("{arrays} bytes of a batch's arrays"),
+        _ => format!("{arrays} bytes of a batch's arrays, {plans} of split plans"),
+    };
+    (arrays.saturating_add(plans), note)
 }
 
 fn communication(geometry: &KvGeometry, input: &BudgetInput) -> (u64, String) {

@@ -149,19 +149,46 @@ impl KvGeometry {
         self.groups.iter().map(blocks).sum()
     }
 
-    /// Longest sequence that `num_blocks` hold; 0 if not even one token fits.
-    pub fn longest_length(&self, num_blocks: u64, block_size: u64, chunk: u64) -> u64 {
-        let fits = |blocks: u64| self.blocks_for_length(blocks * block_size, block_size, chunk) <= num_blocks;
-        let bounded = self.bytes_per_token_beyond_window() == 0 && fits(u64::from(u32::MAX));
-        if bounded {
-            return u64::MAX;
-        }
-        let (mut low, mut high) = (0, num_blocks);
-        while low < high {
-            let middle = low + (high - low).div_ceil(2);
-            if fits(middle) { low = middle } else { high = middle - 1 }
-        }
-        low * block_size
+    /// The layers of this device that keep something, in order.
+    pub fn cached_layers(&self) -> impl Iterator<Item = CachedLayer> {
+        let query_heads = self.shape.num_attention_heads / self.options.tensor_parallel;
+        self.stage.clone().filter_map(move |number| {
+            let (kv_heads, key_dim, value_dim, latent) = match self.shape.layers[number].cache {
+                LayerCache::Nothing => return None,
+                LayerCache::Latent { kv_lora_rank, rope_dim } => {
+                    (1, kv_lora_rank + rope_dim, kv_lora_rank, true)
+                }
+                LayerCache::Heads { num_kv_heads, key_dim, value_dim } => {
+                    ((num_kv_heads / self.options.tensor_parallel).max(1), key_dim, value_dim, false)
+                }
+            };
+            Some(CachedLayer { number: number as u32, query_heads, kv_heads, key_dim, value_dim, latent })
+        })
+    }
+}
+
+/// The attention of a layer on one device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CachedLayer {
+    /// Its number in the model.
+    pub number: u32,
+    /// Query heads.
+    pub query_heads: u64,
+    /// Heads that it keeps.
+    pub kv_heads: u64,
+    /// Elements of a key.
+    pub key_dim: u64,
+    /// Elements of a value; under MLA the front of the key.
+    pub value_dim: u64,
+    /// Whether it keeps one latent array (MLA) instead of K and V.
+    pub latent: bool,
+}
+
+impl CachedLayer {
+    /// Elements a token of queries, new keys, new values and output.
+    pub fn attention_width(&self) -> u64 {
+        let values = if self.latent { 0 } else { self.kv_heads * self.value_dim };
+        self.query_heads * (self.key_dim + self.value_dim) + self.kv_heads * self.key_dim + values
     }
 }
 

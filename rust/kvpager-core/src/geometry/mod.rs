@@ -6,6 +6,7 @@
 //! memory and says where its number comes from. What cannot be sized (state-space layers, cross attention,
 //! sparse indexers) is refused with the field that shows it, never guessed. See `docs/notes/replay.md`.
 
+mod batch_arrays;
 mod budget;
 mod config;
 mod dtype;
@@ -17,8 +18,9 @@ mod layers;
 mod shape;
 mod weights;
 
+pub use batch_arrays::{BatchArray, BatchLimits};
 pub use budget::{Budget, BudgetInput, BudgetPart, Origin};
 pub use dtype::{KvDtype, KvScales};
 pub use groups::LayerGroup;
-pub use kv::{GeometryOptions, KvGeometry};
+pub use kv::{CachedLayer, GeometryOptions, KvGeometry};
 pub use shape::{Layer, LayerCache, ModelShape, Span};
