@@ -977,6 +977,9 @@ class Tenant:
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of those requests."""
     @property
+    def max_running(self) -> int | None:
+        """Running places of its own, if it is `strict`."""
+    @property
     def isolation(self) -> Literal["open", "scoped", "strict"]:
         """What it may observe of others."""
     @property
@@ -1265,6 +1268,8 @@ class Scheduler:
         scope: Literal["private", "group", "public"] = "private",
         group: Tenant | None = None,
         public: Tenant | None = None,
+        max_running: int | None = None,
+        max_batch_tokens: int | None = None,
     ) -> Tenant:
         """Adds a tenant with its quota in blocks and a namespace in the index.
 
@@ -1279,6 +1284,10 @@ class Scheduler:
         What is submitted with a public handle stays pinned until `unpublish`; what is submitted with a
         group's is shared by its members.
 
+        A `strict` tenant gets a share of every bound of the scheduler, which others do not have any more:
+        running places and table rows, tokens of a step, waiting places, blocks here and on the host, and ids
+        of its own. What it sees is then a function of its own requests and quota.
+
         Args:
             name: unique in the scheduler.
             guaranteed: blocks that it gets whatever others do.
@@ -1289,12 +1298,16 @@ class Scheduler:
             scope: who may see what its requests leave in the index.
             group: a tenant of group scope whose prefixes it may use; not under `strict`.
             public: a tenant of public scope whose prefixes it may use.
-            max_waiting: requests of it that may wait at once; None for no bound of its own.
-            max_waiting_tokens: prompt tokens of it that may wait at once; None for no bound of its own.
+            max_waiting: requests of it that may wait at once; None for no bound of its own (`strict`: for the
+                part of the scheduler's bound that its blocks are of the pool).
+            max_waiting_tokens: prompt tokens of it that may wait at once; None as for `max_waiting`.
+            max_running: `strict` only: sequences of it that run at once; None for the same part.
+            max_batch_tokens: `strict` only: tokens of it in a step; None for the same part.
 
         Raises:
-            InvalidArgumentError: for a taken name, a bad weight, a quota that the pool cannot give, or scopes
-                and levels that do not go together.
+            InvalidArgumentError: for a taken name, a bad weight, a quota that the pool cannot give, scopes
+                and levels that do not go together, or shares that add up to more than a bound.
+            WrongStateError: others have more running places than a `strict` tenant leaves to them.
         """
     def submit(
         self,

@@ -4,7 +4,7 @@ mod support;
 
 use kvpager_core::Error;
 use kvpager_core::prefix_index::Fingerprint;
-use kvpager_core::scheduler::{Deadline, FinishReason, QueueLimits, Request, Sharing, TenantConfig};
+use kvpager_core::scheduler::{Deadline, FinishReason, QueueLimits, Request, Share, Sharing, TenantConfig};
 use std::sync::Arc;
 use support::{Engine, config, expected_output, prompt, request};
 
@@ -66,6 +66,7 @@ fn bounded(engine: &Engine, name: &str, queue: QueueLimits) -> Arc<kvpager_core:
         fingerprint: Fingerprint::default(),
         queue,
         sharing: Sharing::default(),
+        share: Share::default(),
     };
     engine.scheduler.add_tenant(&config).expect("a tenant of a new name")
 }

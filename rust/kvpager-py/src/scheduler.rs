@@ -11,7 +11,7 @@ use crate::prefix_index::{PyFingerprint, PyPrefixIndex};
 use kvpager_core::prefix_index::Isolation;
 use kvpager_core::scheduler::{
     AdmissionPolicy, CommitOutcome, Deadline, FinishedRequest, HostTierConfig, Overflow, QueueLimits,
-    Request, Scheduler, SchedulerConfig, SchedulerStats, Sharing, Tenant, TenantConfig, TenantScope,
+    Request, Scheduler, SchedulerConfig, SchedulerStats, Share, Sharing, Tenant, TenantConfig, TenantScope,
     ZeroBlocks,
 };
 use kvpager_core::{SequenceId, StepId};
@@ -42,6 +42,11 @@ impl PyTenant {
     #[getter]
     fn num_waiting(&self) -> u32 {
         self.0.num_waiting()
+    }
+
+    #[getter]
+    fn max_running(&self) -> Option<u32> {
+        self.0.max_running()
     }
 
     #[getter]
@@ -316,7 +321,8 @@ impl PyScheduler {
     }
 
     #[pyo3(signature = (name, *, guaranteed=0, limit=None, weight=1.0, fingerprint=None, isolation="scoped",
-        scope="private", group=None, public=None, max_waiting=None, max_waiting_tokens=None))]
+        scope="private", group=None, public=None, max_waiting=None, max_waiting_tokens=None, max_running=None,
+        max_batch_tokens=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn add_tenant(
         &self,
@@ -331,6 +337,8 @@ impl PyScheduler {
         public: Option<&PyTenant>,
         #[pyo3(from_py_with = optional_int)] max_waiting: Option<u32>,
         #[pyo3(from_py_with = optional_int)] max_waiting_tokens: Option<u64>,
+        #[pyo3(from_py_with = optional_int)] max_running: Option<u32>,
+        #[pyo3(from_py_with = optional_int)] max_batch_tokens: Option<u32>,
     ) -> PyResult<PyTenant> {
         let isolation = isolation.parse().py()?;
         let default_limit = if isolation == Isolation::Strict { guaranteed } else { self.0.num_blocks() };
@@ -341,6 +349,7 @@ impl PyScheduler {
             weight,
             fingerprint: fingerprint.map(|fingerprint| fingerprint.inner.clone()).unwrap_or_default(),
             queue: queue_limits(max_waiting, max_waiting_tokens),
+            share: Share { max_running, max_batch_tokens },
             sharing: Sharing {
                 isolation,
                 scope: TenantScope::from_name(scope).py()?,

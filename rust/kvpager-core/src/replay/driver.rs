@@ -11,7 +11,7 @@ use super::waiting::Waiting;
 use crate::block_pool::{BlockPool, PoolConfig};
 use crate::prefix_index::{Fingerprint, IndexConfig, PrefixIndex};
 use crate::scheduler::{
-    BatchArrays, FinishedRequest, QueueLimits, Request, Scheduler, SchedulerConfig, Sharing, Tenant,
+    BatchArrays, FinishedRequest, QueueLimits, Request, Scheduler, SchedulerConfig, Share, Sharing, Tenant,
     TenantConfig, ZeroBlocks,
 };
 use crate::{Error, Result};
@@ -78,6 +78,7 @@ impl Replay {
                 fingerprint: Fingerprint::default(),
                 queue: QueueLimits::NONE,
                 sharing: Sharing::default(),
+                share: Share::default(),
             })
         };
         let tenants = config.tenants.iter().map(tenant).collect::<Result<Vec<_>>>()?;

@@ -1,5 +1,6 @@
 //! Admission: the next request of the tenant that is served next, if what its policy asks for is there.
 
+use super::compartments::{Room, range_of};
 use super::core::Core;
 use super::inbox::Inbox;
 use super::limits::note_admission;
@@ -20,20 +21,18 @@ const BYPASS_DEPTH: usize = 64;
 const REFRESH_STEPS: u64 = 32;
 
 impl Core {
-    /// Admits until the budget, the running places or the room are used up.
-    pub(super) fn admit(&mut self, inbox: &Inbox, budget: &mut u32) -> Result<()> {
-        let mut growth = None;
-        self.free_paused_row()?;
-        if self.has_place(*budget) && self.queue.next_tenant().is_some() {
-            self.refresh_forecast();
+    /// Admits requests of a compartment until its budget, its running places or its room are used up.
+    pub(super) fn admit(&mut self, compartment: usize, inbox: &Inbox, budget: &mut u32) -> Result<()> {
+        self.free_paused_row(compartment)?;
+        let step = self.last_step.0;
+        if self.has_place(compartment, *budget) && self.queue.next_tenant(compartment, step).is_some() {
+            self.refresh_forecast(compartment);
         }
-        while self.has_place(*budget) {
-            let Some(tenant) = self.queue.next_tenant() else { break };
+        while self.has_place(compartment, *budget) {
+            let Some(tenant) = self.queue.next_tenant(compartment, step) else { break };
             let Some(head) = self.queue.head(tenant) else { break };
-            if !self.try_admit(tenant, head, inbox, budget, &mut growth)?
-                && !self.end_if_hopeless(tenant, head, inbox)?
-            {
-                self.admit_behind(tenant, inbox, budget, &mut growth)?;
+            if !self.try_admit(tenant, head, inbox, budget)? && !self.end_if_hopeless(tenant, head, inbox)? {
+                self.admit_behind(compartment, tenant, inbox, budget)?;
             }
         }
         Ok(())
@@ -43,7 +42,10 @@ impl Core {
     fn end_if_hopeless(&mut self, tenant: usize, head: Place, inbox: &Inbox) -> Result<bool> {
         let Some(waiting) = self.queue.get(tenant, head) else { return Ok(false) };
         let need = self.config.lifetime_blocks(waiting.progress.prompt_tokens, waiting.request.max_tokens);
-        if need <= self.pool.reachable(waiting.request.tenant.account)? && !self.is_published_full(waiting)? {
+        let places = self.compartments[waiting.request.tenant.compartment].bounds.max_running;
+        let may_fit =
+            need <= self.pool.reachable(waiting.request.tenant.account)? && waiting.request.n <= places;
+        if may_fit && !self.is_published_full(waiting)? {
             return Ok(false);
         }
         if let Some(waiting) = self.queue.remove(head.1) {
@@ -52,18 +54,18 @@ impl Core {
         Ok(true)
     }
 
-    fn has_place(&self, budget: u32) -> bool {
-        budget > 0 && self.num_rows_left() > 0
+    fn has_place(&self, compartment: usize, budget: u32) -> bool {
+        budget > 0 && self.num_rows_left(compartment) > 0
     }
 
     /// Lets small requests pass a head that does not fit, as many and for as long as the limits say; after
     /// that, what becomes free is kept for the head.
     fn admit_behind(
         &mut self,
+        compartment: usize,
         tenant: usize,
         inbox: &Inbox,
         budget: &mut u32,
-        growth: &mut Option<Trajectory>,
     ) -> Result<()> {
         let present = (self.last_step.0, self.now);
         let Some(head) = self.queue.block(tenant, present) else { return Ok(()) };
@@ -78,10 +80,10 @@ impl Core {
         self.queue.behind_head(tenant, BYPASS_DEPTH, &mut places);
         let mut passed = 0;
         for &place in &places {
-            if passed == allowance || !self.has_place(*budget) {
+            if passed == allowance || !self.has_place(compartment, *budget) {
                 break;
             }
-            if self.try_admit(tenant, place, inbox, budget, growth)? {
+            if self.try_admit(tenant, place, inbox, budget)? {
                 passed += 1;
             }
         }
@@ -93,19 +95,14 @@ impl Core {
     }
 
     /// Admits one request if what it needs is there, or comes from those who must yield to it.
-    fn try_admit(
-        &mut self,
-        tenant: usize,
-        place: Place,
-        inbox: &Inbox,
-        budget: &mut u32,
-        growth: &mut Option<Trajectory>,
-    ) -> Result<bool> {
+    fn try_admit(&mut self, tenant: usize, place: Place, inbox: &Inbox, budget: &mut u32) -> Result<bool> {
         loop {
-            match self.try_promise(tenant, place, inbox, budget, growth)? {
+            let Some(waiting) = self.queue.get(tenant, place) else { return Ok(false) };
+            let compartment = waiting.request.tenant.compartment;
+            match self.try_promise(tenant, place, inbox, budget)? {
                 Ok(()) => return Ok(true),
                 Err(short) => {
-                    if !self.yield_room(tenant, &short)? {
+                    if !self.yield_room(compartment, tenant, &short)? {
                         return Ok(false);
                     }
                 }
@@ -121,16 +118,19 @@ impl Core {
         place: Place,
         inbox: &Inbox,
         budget: &mut u32,
-        growth: &mut Option<Trajectory>,
     ) -> Result<std::result::Result<(), Error>> {
         let Some(waiting) = self.queue.get(tenant, place) else { return Ok(Err(nothing_there())) };
         let request = &waiting.request;
-        if self.num_rows_left() < request.n as usize {
+        let compartment = request.tenant.compartment;
+        if self.num_rows_left(compartment) < request.n as usize {
             return Ok(Err(nothing_there()));
         }
         self.scratch.clear();
         self.phases.lap(Phase::Admission);
-        if let Some(short) = self.surely_short(waiting, growth)? {
+        if self.compartments[compartment].growth.is_none() {
+            self.compartments[compartment].growth = Some(self.growth_of_running(compartment));
+        }
+        if let Some(short) = self.surely_short(waiting)? {
             self.phases.lap(Phase::LookUp);
             return Ok(Err(short));
         }
@@ -147,11 +147,11 @@ impl Core {
         };
         let (num_found, waited) = (self.scratch.len(), waiting.progress.share_waits);
         if self.should_wait(pin.as_ref(), request, &request.prompt, num_found, waited) {
-            self.is_chunk_awaited = true;
+            self.compartments[compartment].is_chunk_awaited = true;
             self.queue.note_share_wait(tenant, place);
             return Ok(Err(nothing_there()));
         }
-        let reservation = match self.promise(waiting, self.scratch.len(), growth)? {
+        let reservation = match self.promise(waiting, self.scratch.len())? {
             Ok(reservation) => reservation,
             Err(short) => return Ok(Err(short)),
         };
@@ -159,8 +159,9 @@ impl Core {
         let Some(row) = self.tables.take_row() else { return Ok(Err(nothing_there())) };
         let Some(waiting) = self.queue.pop(tenant, place) else { return Ok(Err(nothing_there())) };
         note_admission(&waiting, &inbox.places, self.last_step.0);
-        if let Some(growth) = growth {
-            self.add_growth(growth, &waiting);
+        if let Some(mut growth) = self.compartments[compartment].growth {
+            self.add_growth(&mut growth, &waiting);
+            self.compartments[compartment].growth = Some(growth);
         }
         let sequence = self.start(waiting, pin, reservation, row);
         let position = self.insert_running(sequence);
@@ -170,16 +171,12 @@ impl Core {
 
     /// What a request would be short of, if it can be told without pinning its prefix: a pin of a request that
     /// stays in the queue costs time and makes its prefix look used.
-    fn surely_short(
-        &self,
-        waiting: &WaitingRequest,
-        growth: &mut Option<Trajectory>,
-    ) -> Result<Option<Error>> {
-        if self.promise(waiting, 0, growth)?.is_ok() {
+    fn surely_short(&self, waiting: &WaitingRequest) -> Result<Option<Error>> {
+        if self.promise(waiting, 0)?.is_ok() {
             return Ok(None);
         }
         let found = peek(self.index.as_ref(), &waiting.request)?;
-        Ok(self.promise(waiting, found, growth)?.err())
+        Ok(self.promise(waiting, found)?.err())
     }
 
     /// Reserves what a request needs that has its first `num_found` blocks; the error says what is short.
@@ -187,7 +184,6 @@ impl Core {
         &self,
         waiting: &WaitingRequest,
         num_found: usize,
-        growth: &mut Option<Trajectory>,
     ) -> Result<std::result::Result<Reservation, Error>> {
         let request = &waiting.request;
         let asked = AdmissionRequest {
@@ -198,29 +194,37 @@ impl Core {
         };
         let samples = extra_blocks(&self.config, request, waiting.progress.prompt_tokens);
         let need = self.config.policy.blocks_to_reserve(&self.config, asked) + samples;
-        if self.config.policy.overcommits() && !(self.running.is_empty() && self.parked.is_empty()) {
-            let mut with_request = *growth.get_or_insert_with(|| self.growth_of_running());
-            self.add_growth(&mut with_request, waiting);
-            let stats = self.pool.stats();
-            let room = AdmissionRoom {
-                uncommitted_blocks: stats.capacity - stats.held - stats.reserved - stats.quarantined,
-                capacity_blocks: stats.capacity,
-                growth: with_request,
-            };
-            let leave = self.config.policy.blocks_to_leave(room);
-            if u64::from(need) + leave + self.held_back() > room.uncommitted_blocks {
-                return Ok(Err(Error::OutOfBlocks {
-                    needed: u64::from(need) + leave,
-                    available: room.uncommitted_blocks,
-                    capacity: room.capacity_blocks,
-                }));
-            }
+        if let Some(short) = self.short_of_margin(waiting, need)? {
+            return Ok(Err(short));
         }
         match self.pool.reserve(request.tenant.account, need) {
             Ok(reservation) => Ok(Ok(reservation)),
             Err(short @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. })) => Ok(Err(short)),
             Err(error) => Err(error),
         }
+    }
+
+    /// What a request that takes `need` blocks would be short of, if the policy wants blocks to stay free for those
+    /// that run.
+    fn short_of_margin(&self, waiting: &WaitingRequest, need: u32) -> Result<Option<Error>> {
+        let compartment = waiting.request.tenant.compartment;
+        let is_alone = self.running_of(compartment).is_empty() && self.parked_of(compartment).is_empty();
+        if !self.config.policy.overcommits() || is_alone {
+            return Ok(None);
+        }
+        let mut growth = self.compartments[compartment].growth.unwrap_or_default();
+        self.add_growth(&mut growth, waiting);
+        let Room { capacity, uncommitted } = self.room_of(compartment)?;
+        let room = AdmissionRoom { uncommitted_blocks: uncommitted, capacity_blocks: capacity, growth };
+        let leave = self.config.policy.blocks_to_leave(room);
+        let needed = u64::from(need) + leave;
+        if needed + self.held_back(compartment) <= uncommitted {
+            return Ok(None);
+        }
+        Ok(Some(match self.compartments[compartment].account {
+            Some(account) => Error::OverQuota { account, needed, available: uncommitted, limit: capacity },
+            None => Error::OutOfBlocks { needed, available: uncommitted, capacity },
+        }))
     }
 
     /// A sequence whose first blocks are the matched ones in `scratch`.
@@ -252,7 +256,7 @@ impl Core {
         let mut sequence = Sequence::new(waiting.id, waiting.request, tokens, blocks, reservation, row);
         sequence.num_computed = matched_tokens;
         if sequence.request.n > 1 {
-            self.num_unforked += sequence.request.n - 1;
+            self.own(sequence.id).num_unforked += sequence.request.n - 1;
             sequence.special_mut().is_unforked = true;
         }
         sequence.num_indexed = pinned;
@@ -264,9 +268,10 @@ impl Core {
     }
 
     /// Blocks that stalled and parked sequences wait for.
-    fn held_back(&self) -> u64 {
-        let parked = self.parked.iter().map(|sequence| u64::from(self.blocks_to_return(sequence)));
-        u64::from(self.owed) + parked.sum::<u64>()
+    fn held_back(&self, compartment: usize) -> u64 {
+        let parked =
+            self.parked_of(compartment).iter().map(|sequence| u64::from(self.blocks_to_return(sequence)));
+        u64::from(self.compartments[compartment].owed) + parked.sum::<u64>()
     }
 
     /// Adds a waiting request to a forecast.
@@ -275,36 +280,41 @@ impl Core {
             let held = self.config.blocks_for(waiting.request.prompt.len() as u32) as f32;
             let age = waiting.num_outputs();
             let most = waiting.request.max_tokens - age;
-            growth.add(&self.lengths, held, age, most, self.config.block_size as f32);
+            let lengths = &self.compartments[waiting.request.tenant.compartment].lengths;
+            growth.add(lengths, held, age, most, self.config.block_size as f32);
         }
     }
 
-    /// What the sequences that run will grow by.
-    fn growth_of_running(&self) -> Trajectory {
+    /// What a compartment's sequences that run will grow by.
+    fn growth_of_running(&self, compartment: usize) -> Trajectory {
         let mut growth = Trajectory::default();
         if self.config.policy.forecasts() {
-            for sequence in self.running.iter().chain(&self.parked) {
+            let lengths = &self.compartments[compartment].lengths;
+            for sequence in self.running_of(compartment).iter().chain(self.parked_of(compartment)) {
                 let age = sequence.num_outputs();
                 let held = sequence.tokens.len() as f32 / self.config.block_size as f32;
                 let most = sequence.request.max_tokens - age;
-                growth.add(&self.lengths, held, age, most, self.config.block_size as f32);
+                growth.add(lengths, held, age, most, self.config.block_size as f32);
             }
         }
         growth
     }
 
     /// Teaches the forecast how far the running sequences have got, and works it out again.
-    pub(super) fn refresh_forecast(&mut self) {
-        if !self.config.policy.forecasts() || self.last_step.0 < self.refreshed_at + REFRESH_STEPS {
+    fn refresh_forecast(&mut self, compartment: usize) {
+        let own = &mut self.compartments[compartment];
+        if !self.config.policy.forecasts() || self.last_step.0 < own.refreshed_at + REFRESH_STEPS {
             return;
         }
-        self.refreshed_at = self.last_step.0;
-        for sequence in self.running.iter_mut().chain(&mut self.parked) {
+        own.refreshed_at = self.last_step.0;
+        let (running, parked) = (range_of(&self.running, compartment), range_of(&self.parked, compartment));
+        let sequences = self.running[running.clone()].iter_mut().chain(&mut self.parked[parked.clone()]);
+        for sequence in sequences {
             let age = sequence.num_outputs();
-            self.lengths.expose(std::mem::replace(&mut sequence.known_age, age), age);
+            own.lengths.expose(std::mem::replace(&mut sequence.known_age, age), age);
         }
-        let ages = self.running.iter().chain(&self.parked).map(Sequence::num_outputs);
-        self.lengths.rebuild(ages);
+        let ages = self.running[running].iter().chain(&self.parked[parked]).map(Sequence::num_outputs);
+        own.lengths.rebuild(ages);
     }
 }
 

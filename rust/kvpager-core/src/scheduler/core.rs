@@ -1,6 +1,7 @@
 //! The engine thread's state, and what `step`, `commit` and `abandon` share.
 
 use super::batch::BatchMemory;
+use super::compartments::{Bounds, Compartment, compartment_of};
 use super::config::{SchedulerConfig, ZeroBlocks};
 use super::deadlines::{Deadlines, Moment};
 use super::drafts::DraftCounts;
@@ -11,11 +12,9 @@ use super::lifecycle::end_ids;
 use super::open_steps::{OpenStep, PlannedRow};
 use super::pause::{Halted, PausedRequest};
 use super::phases::Phases;
-use super::policy::OutputLengths;
 use super::queue::Place;
 use super::queue::Queue;
 use super::request::{Deadline, FinishReason, FinishedRequest};
-use super::rotation::Rotation;
 use super::scopes::Published;
 use super::sequence::Sequence;
 use super::swap::Swaps;
@@ -38,19 +37,14 @@ pub(super) struct Core {
     pub(super) tables: BlockTables,
     pub(super) memory: BatchMemory,
     pub(super) queue: Queue,
-    /// Oldest first: in order of id, which is order of arrival.
+    /// In order of id, which is order of compartment, then of arrival.
     pub(super) running: Vec<Sequence>,
     /// Those whose tails are on the host, in the same order.
     pub(super) parked: Vec<Sequence>,
     pub(super) host: Option<HostTier>,
     pub(super) swaps: Swaps,
-    pub(super) rotation: Rotation,
-    /// The parked sequence that others have made room for.
-    pub(super) called: Option<SequenceId>,
-    /// Blocks that come free when the step that is being planned closes, by account, less what is counted on.
-    pub(super) coming: Vec<(AccountId, u32)>,
-    /// Blocks that stalled sequences count on in the next step.
-    pub(super) owed: u32,
+    /// The common one, then those of strict tenants.
+    pub(super) compartments: Vec<Compartment>,
     /// Sequences that the step that closed last moved between the tiers.
     pub(super) moved: Vec<SequenceId>,
     /// Requests that ended while a step was planned, for the inbox to forget.
@@ -65,19 +59,11 @@ pub(super) struct Core {
     pub(super) published: Published,
     /// Sequences of which the step that is being planned computes a chunk.
     pub(super) in_flight: Vec<SequenceId>,
-    /// Whether a waiting request was left in the queue for what they compute.
-    pub(super) is_chunk_awaited: bool,
     /// Oldest first.
     pub(super) open: VecDeque<OpenStep>,
-    /// Table rows that wait for a step to close.
-    pub(super) retired_rows: Vec<(StepId, u32)>,
-    /// Whether somebody found no victim because of what is in flight: the next step plans nothing ahead.
-    pub(super) is_pressed: bool,
-    /// The same, for the step that is being planned.
-    pub(super) plans_ahead: bool,
+    /// Table rows that wait for a step to close, and the compartments that they are of.
+    pub(super) retired_rows: Vec<(StepId, u32, usize)>,
     pub(super) copies: Copies,
-    /// Samples that running requests will become besides the first; each has a place already.
-    pub(super) num_unforked: u32,
     pub(super) draft_counts: DraftCounts,
     pub(super) last_step: StepId,
     /// Seconds on the caller's clock at the last step's planning.
@@ -94,10 +80,6 @@ pub(super) struct Core {
     pub(super) zeros: Vec<i32>,
     /// Memory for the requests behind a blocked head.
     pub(super) places: Vec<Place>,
-    /// What `forecast` has learned.
-    pub(super) lengths: OutputLengths,
-    /// Step in which the forecast was last worked out.
-    pub(super) refreshed_at: u64,
     pub(super) phases: Phases,
     pub(super) computed_tokens: u64,
     pub(super) recomputed_tokens: u64,
@@ -124,10 +106,7 @@ impl Core {
             parked: Vec::new(),
             host: HostTier::new(config.host_tier, &pool)?,
             swaps: Swaps::default(),
-            rotation: Rotation::default(),
-            called: None,
-            coming: Vec::new(),
-            owed: 0,
+            compartments: vec![Compartment::new(None, Bounds::all(&config))],
             moved: Vec::new(),
             refused: Vec::new(),
             pausing: Vec::new(),
@@ -137,13 +116,9 @@ impl Core {
             draining: None,
             published: Published::default(),
             in_flight: Vec::new(),
-            is_chunk_awaited: false,
             open: VecDeque::new(),
             retired_rows: Vec::new(),
-            is_pressed: false,
-            plans_ahead: true,
             copies: Copies::default(),
-            num_unforked: 0,
             draft_counts: DraftCounts::default(),
             last_step: StepId(0),
             now: f64::NEG_INFINITY,
@@ -152,8 +127,6 @@ impl Core {
             scratch: Vec::with_capacity(max_blocks),
             zeros: Vec::new(),
             places: Vec::new(),
-            lengths: OutputLengths::default(),
-            refreshed_at: 0,
             phases: Phases::default(),
             computed_tokens: 0,
             recomputed_tokens: 0,
@@ -228,11 +201,12 @@ impl Core {
         end_ids(inbox, sequence.id, sequence.request.n);
         inbox.forget_samples(sequence.id, sequence.progress.branch);
         if matches!(reason, FinishReason::Stop | FinishReason::Length) {
-            self.lengths.expose(sequence.known_age, sequence.num_outputs());
-            self.lengths.learn(sequence.num_outputs());
+            let lengths = &mut self.own(sequence.id).lengths;
+            lengths.expose(sequence.known_age, sequence.num_outputs());
+            lengths.learn(sequence.num_outputs());
         }
         self.deadlines.remove(sequence.id, sequence.request.deadline, sequence.progress.arrival());
-        self.called = self.called.filter(|&called| called != sequence.id);
+        self.uncall(sequence.id);
         let account = sequence.account(reason, detail.cloned());
         let was_parked = sequence.parked.is_some();
         if let (Some(host), Some(parked)) = (&self.host, sequence.parked.take()) {
@@ -242,13 +216,19 @@ impl Core {
         Ok(account)
     }
 
+    /// Nobody makes room for a parked sequence any more.
+    pub(super) fn uncall(&mut self, id: SequenceId) {
+        let called = &mut self.own(id).called;
+        *called = called.filter(|&called| called != id);
+    }
+
     /// Gives back all that a sequence has on the device but the reservation, which goes when it is dropped. Its
     /// indexed blocks stay cached. A parked one has no row.
     pub(super) fn release_device(&mut self, sequence: &mut Sequence, was_parked: bool) -> Result<()> {
         if !was_parked {
-            self.free_row(sequence.row);
+            self.free_row(sequence.row, compartment_of(sequence.id));
         }
-        self.num_unforked -= sequence.request.n - 1;
+        self.own(sequence.id).num_unforked -= sequence.request.n - 1;
         self.queue.note_end(sequence.request.tenant.index);
         self.let_pin_go(sequence);
         let own = sequence.blocks.split_off(sequence.num_indexed as usize);

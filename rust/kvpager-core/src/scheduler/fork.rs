@@ -5,6 +5,7 @@
 //! block of its own, and the batch has the copy. Who is left alone with the original writes it without a copy.
 
 use super::Scheduler;
+use super::compartments::compartment_of;
 use super::core::{Core, draw};
 use super::inbox::Inbox;
 use super::scopes::find;
@@ -56,7 +57,6 @@ impl Scheduler {
             return Err(Error::refused("the scheduler is being drained and accepts nothing"));
         }
         let mut core = self.enter()?;
-        core.drain_inbox(&self.inbox)?;
         let forked = core.fork(id, count, &self.inbox);
         self.publish(&core);
         forked
@@ -65,7 +65,7 @@ impl Scheduler {
 
 impl Core {
     fn fork(&mut self, id: SequenceId, count: u32, inbox: &Inbox) -> Result<Vec<SequenceId>> {
-        let position = self.forkable(id, count)?;
+        let position = self.forkable(id, count, inbox)?;
         let sequence = &self.running[position];
         let num_computed = sequence.num_computed;
         let is_partial = !num_computed.is_multiple_of(self.config.block_size);
@@ -78,6 +78,7 @@ impl Core {
             // Whichever of them writes first needs a block for its copy.
             self.running[position].reservation.grow(1)?;
         }
+        self.keep_within_limit(&self.running[position].request.tenant)?;
         let own = self.running[position].blocks[self.running[position].num_indexed as usize..shared as usize]
             .repeat(count as usize);
         if let Err(error) = self.pool.retain(&own) {
@@ -85,9 +86,11 @@ impl Core {
             return Err(error);
         }
         let mut ids = Vec::with_capacity(count as usize);
+        let compartment = compartment_of(id);
         for pin in pins {
             let reservation = promised.split(growth)?;
-            let child = self.child_of(position, inbox.issue_id(), shared as usize, pin, reservation)?;
+            let child =
+                self.child_of(position, inbox.issue_id(compartment), shared as usize, pin, reservation)?;
             ids.push(child.id);
             self.insert_running(child);
         }
@@ -96,12 +99,13 @@ impl Core {
     }
 
     /// Where a sequence that can be forked stands.
-    fn forkable(&self, id: SequenceId, count: u32) -> Result<usize> {
+    fn forkable(&self, id: SequenceId, count: u32, inbox: &Inbox) -> Result<usize> {
         let wrong =
             |what: &str| Err(Error::WrongState(format!("sequence {id} {what}: it cannot be forked now")));
         let Some(position) = self.position(id) else { return wrong("does not run") };
         let sequence = &self.running[position];
-        if sequence.ending.is_some() {
+        // Its end may still be in the inbox, which is emptied at the same moments whoever calls what.
+        if sequence.ending.is_some() || !inbox.is_live(id) {
             return wrong("has ended");
         }
         if sequence.in_flight > 0 {
@@ -110,12 +114,14 @@ impl Core {
         if sequence.request.n > 1 {
             return wrong("has not got its samples yet");
         }
-        if self.num_rows_left() < count as usize || self.tables.num_free_rows() < count as usize {
+        let left = self.num_rows_left(compartment_of(id));
+        let most = self.compartments[compartment_of(id)].bounds.max_running;
+        if left < count as usize || self.tables.num_free_rows() < count as usize {
             return Err(Error::Refused {
                 reason: format!(
                     "{count} more sequences: {} of {} places are taken",
-                    self.config.max_running as usize - self.num_rows_left(),
-                    self.config.max_running
+                    most as usize - left.min(most as usize),
+                    most
                 ),
                 retryable: true,
                 retry_after_steps: None,
@@ -210,6 +216,8 @@ impl Core {
         let more = u32::from(sequence.reservation.num_blocks() == 0);
         let mut to = [BlockHandle::from_bits(0)];
         let drawn = sequence.reservation.grow(more);
+        self.keep_within_limit(&self.running[position].request.tenant)?;
+        let sequence = &mut self.running[position];
         match drawn.and_then(|()| draw(self.index.as_deref(), &mut sequence.reservation, &mut to)) {
             Ok(()) => {}
             Err(

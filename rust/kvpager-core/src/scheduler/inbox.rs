@@ -1,12 +1,13 @@
 //! The way in from any thread: a lock-free queue, its bound, and the set of ids that have not ended.
 
+use super::compartments::{base_id, compartment_of};
 use super::limits::{Places, QueueLimits};
 use super::request::{Deadline, FinishReason, WaitingRequest};
 use crate::ids::SequenceId;
-use crate::sync::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{AtomicBool, Ordering};
 use crossbeam_queue::SegQueue;
 use hashbrown::{HashMap, HashSet};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Locks of the live set; each is held for one hash-set operation.
 const NUM_SHARDS: usize = 16;
@@ -25,7 +26,8 @@ pub(super) enum Message {
 #[derive(Debug)]
 pub(super) struct Inbox {
     messages: SegQueue<Message>,
-    next_id: AtomicU64,
+    /// By compartment.
+    next_ids: Mutex<Vec<u64>>,
     /// What waits, of all tenants.
     pub(super) places: Places,
     /// No request is accepted any more.
@@ -39,7 +41,7 @@ impl Inbox {
     pub(super) fn new(limits: QueueLimits) -> Self {
         Self {
             messages: SegQueue::new(),
-            next_id: AtomicU64::new(1),
+            next_ids: Mutex::new(vec![1]),
             places: Places::new(limits),
             is_draining: AtomicBool::new(false),
             samples: Mutex::new(HashMap::default()),
@@ -57,14 +59,28 @@ impl Inbox {
         self.is_draining.load(Ordering::Relaxed)
     }
 
-    /// A new id, live from now on.
-    pub(super) fn issue_id(&self) -> SequenceId {
-        self.issue_ids(1)
+    fn next_ids(&self) -> MutexGuard<'_, Vec<u64>> {
+        self.next_ids.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A compartment more, with ids of its own.
+    pub(super) fn add_compartment(&self) {
+        let mut next_ids = self.next_ids();
+        let base = base_id(next_ids.len());
+        next_ids.push(base + 1);
+    }
+
+    /// A new id of a compartment, live from now on.
+    pub(super) fn issue_id(&self, compartment: usize) -> SequenceId {
+        self.issue_ids(compartment, 1)
     }
 
     /// The first of `n` new ids in a row, live from now on.
-    pub(super) fn issue_ids(&self, n: u32) -> SequenceId {
-        let first = self.next_id.fetch_add(u64::from(n), Ordering::Relaxed);
+    pub(super) fn issue_ids(&self, compartment: usize, n: u32) -> SequenceId {
+        let first = {
+            let next = &mut self.next_ids()[compartment];
+            std::mem::replace(next, *next + u64::from(n))
+        };
         for id in first..first + u64::from(n) {
             self.shard(id, |live| live.insert(id));
         }
@@ -100,7 +116,9 @@ impl Inbox {
 
     /// Whether the id was ever issued.
     pub(super) fn was_issued(&self, id: SequenceId) -> bool {
-        id.0 != 0 && id.0 < self.next_id.load(Ordering::Relaxed)
+        let compartment = compartment_of(id);
+        let next_ids = self.next_ids();
+        id.0 != base_id(compartment) && next_ids.get(compartment).is_some_and(|&next| id.0 < next)
     }
 
     /// Whether the id was issued and has not ended.

@@ -3,6 +3,7 @@
 //! A place is taken by `submit` on any thread and left when the request is admitted or ends. A tenant's bound and
 //! the estimate for it are functions of the tenant's own state alone.
 
+use super::compartments::COMMON;
 use super::request::{Request, WaitingRequest};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::{Error, Result};
@@ -37,7 +38,8 @@ impl QueueLimits {
 /// What waits, against its limits.
 #[derive(Debug)]
 pub(super) struct Places {
-    limits: QueueLimits,
+    max_requests: AtomicU32,
+    max_tokens: AtomicU64,
     requests: AtomicU32,
     tokens: AtomicU64,
     /// Step of the last admission, or of the first request that waited for one.
@@ -49,7 +51,8 @@ pub(super) struct Places {
 impl Places {
     pub(super) fn new(limits: QueueLimits) -> Self {
         Self {
-            limits,
+            max_requests: AtomicU32::new(limits.max_requests),
+            max_tokens: AtomicU64::new(limits.max_tokens),
             requests: AtomicU32::new(0),
             tokens: AtomicU64::new(0),
             since_step: AtomicU64::new(0),
@@ -57,8 +60,21 @@ impl Places {
         }
     }
 
-    pub(super) fn num_requests(&self) -> u32 {
+    fn limits(&self) -> QueueLimits {
         // Relaxed, here and below: the counters guard no other memory, and each is exact by itself.
+        QueueLimits {
+            max_requests: self.max_requests.load(Ordering::Relaxed),
+            max_tokens: self.max_tokens.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Changes the limits; what waits beyond them stays.
+    pub(super) fn set_limits(&self, limits: QueueLimits) {
+        self.max_requests.store(limits.max_requests, Ordering::Relaxed);
+        self.max_tokens.store(limits.max_tokens, Ordering::Relaxed);
+    }
+
+    pub(super) fn num_requests(&self) -> u32 {
         self.requests.load(Ordering::Relaxed)
     }
 
@@ -68,7 +84,7 @@ impl Places {
 
     /// Takes a place, or says which limit is in the way.
     fn take(&self, tokens: u32, step: u64) -> std::result::Result<(), String> {
-        let limits = self.limits;
+        let limits = self.limits();
         let one_more = |requests: u32| (requests < limits.max_requests).then_some(requests + 1);
         let before = self
             .requests
@@ -108,7 +124,7 @@ impl Places {
         let requests = self.num_requests().max(1);
         let waiting = self.num_tokens();
         // How many admissions free what is missing: one place, and tokens at the mean of what waits.
-        let missing = (waiting + u64::from(tokens)).saturating_sub(self.limits.max_tokens) as f64;
+        let missing = (waiting + u64::from(tokens)).saturating_sub(self.limits().max_tokens) as f64;
         let per_request = (waiting as f64 / f64::from(requests)).max(1.0);
         let admissions = (missing / per_request).ceil().max(1.0);
         let since = step.saturating_sub(self.since_step.load(Ordering::Relaxed)) as f64;
@@ -118,7 +134,7 @@ impl Places {
     }
 }
 
-/// Takes a waiting place of the tenant, then one of all.
+/// Takes a waiting place of the tenant, then one of all, unless the tenant has places of its own.
 ///
 /// # Errors
 /// [`Error::Refused`] with the limit in the way and an estimate of when to come back; nothing is taken then.
@@ -130,7 +146,9 @@ pub(super) fn take_places(request: &Request, all: &Places, step: u64) -> Result<
         retryable: true,
         retry_after_steps: Some(own.retry_after_steps(tokens, step)),
     };
-    let longest = own.limits.max_tokens.min(all.limits.max_tokens);
+    let is_common = request.tenant.compartment == COMMON;
+    let all_tokens = if is_common { all.limits().max_tokens } else { u64::MAX };
+    let longest = own.limits().max_tokens.min(all_tokens);
     if u64::from(tokens) > longest {
         return Err(Error::refused(format!(
             "the prompt has {tokens} tokens; at most {longest} may wait at once"
@@ -138,6 +156,9 @@ pub(super) fn take_places(request: &Request, all: &Places, step: u64) -> Result<
     }
     own.take(tokens, step)
         .map_err(|passed| refused(format!("tenant {:?}: {passed}", request.tenant.name)))?;
+    if !is_common {
+        return Ok(());
+    }
     all.take(tokens, step).map_err(|passed| {
         own.leave(tokens);
         refused(passed)
@@ -148,7 +169,9 @@ pub(super) fn take_places(request: &Request, all: &Places, step: u64) -> Result<
 pub(super) fn leave_places(waiting: &WaitingRequest, all: &Places) {
     if waiting.progress.queue_steps.is_none() {
         waiting.request.tenant.places.leave(waiting.progress.prompt_tokens);
-        all.leave(waiting.progress.prompt_tokens);
+        if waiting.request.tenant.compartment == COMMON {
+            all.leave(waiting.progress.prompt_tokens);
+        }
     }
 }
 

@@ -10,6 +10,7 @@
 mod admit;
 mod batch;
 mod commit;
+mod compartments;
 mod config;
 mod core;
 mod deadlines;
@@ -38,6 +39,7 @@ mod tenant;
 
 pub use batch::{Batch, BatchArrays, NO_SLOT, PADDING_SEQUENCE};
 pub use commit::CommitOutcome;
+pub use compartments::Share;
 pub use config::{SchedulerConfig, ZeroBlocks};
 pub use drafts::{DraftCounts, MAX_DRAFTS};
 pub use host_tier::{HostTierConfig, Overflow};
@@ -49,6 +51,7 @@ pub use request::{Deadline, FinishReason, FinishedRequest, Request};
 pub use scopes::{Sharing, TenantScope};
 pub use tenant::Tenant;
 
+use self::compartments::{Bounds, COMMON};
 use self::core::Core;
 use self::inbox::{Inbox, Message};
 use self::limits::{Places, take_places};
@@ -57,7 +60,7 @@ use self::scopes::{Scopes, check_salt, check_strict};
 use crate::block_pool::{BlockPool, Quota};
 use crate::block_tables::TableArena;
 use crate::ids::{SequenceId, StepId};
-use crate::prefix_index::{Fingerprint, PrefixIndex, check_items};
+use crate::prefix_index::{Fingerprint, Isolation, PrefixIndex, check_items};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::{Error, Result};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
@@ -83,6 +86,8 @@ pub struct TenantConfig {
     pub queue: QueueLimits,
     /// What it shares, and with whom.
     pub sharing: Sharing,
+    /// What it is given of the scheduler's bounds, if it is strict.
+    pub share: Share,
 }
 
 /// Counts of a scheduler. Of the last `step`, `commit` or `abandon`, except what waits.
@@ -126,6 +131,8 @@ pub struct Scheduler {
     tenants: Mutex<Vec<Arc<Tenant>>>,
     core: Mutex<Core>,
     started: Instant,
+    /// Running places of all tenants that are not strict.
+    common_running: AtomicU32,
     num_running: AtomicU32,
     steps: AtomicU64,
     computed_tokens: AtomicU64,
@@ -174,6 +181,7 @@ impl Scheduler {
             arena: Arc::clone(core.tables.arena()),
             host_pool: core.host.as_ref().map(|host| Arc::clone(host.pool())),
             inbox: Inbox::new(config.queue),
+            common_running: AtomicU32::new(config.max_running),
             config,
             pool,
             index,
@@ -242,21 +250,33 @@ impl Scheduler {
         config.sharing.check(&config.name, self.id, self.index.is_some())?;
         let quota = Quota { guaranteed: config.guaranteed_blocks, limit: config.limit_blocks };
         check_strict(isolation, quota)?;
+        let bounds = self.divide(&core, &tenants, config, quota)?;
         let account = self.pool.add_account(quota)?;
         let new_scopes = |index: &Arc<PrefixIndex>| {
             Scopes::new(index, &config.name, &config.sharing, &config.fingerprint, account)
         };
         let scopes = self.index.as_ref().map(new_scopes).transpose()?;
+        let (compartment, queue) = match bounds {
+            None => (COMMON, config.queue),
+            Some((own, left)) => {
+                self.inbox.add_compartment();
+                self.inbox.places.set_limits(left.queue);
+                self.common_running.store(left.max_running, Ordering::Relaxed);
+                (core.add_compartment(account, own, left), own.queue)
+            }
+        };
         let tenant = Arc::new(Tenant {
             name: config.name.clone(),
             index: core.queue.num_tenants(),
+            compartment,
+            max_running: bounds.map(|(own, _)| own.max_running),
             scheduler: self.id,
             account,
             isolation,
             scope,
             scopes,
             weight: config.weight,
-            places: Places::new(config.queue),
+            places: Places::new(queue),
         });
         if let Some(host) = &mut core.host {
             host.add_tenant(quota)?;
@@ -264,6 +284,26 @@ impl Scheduler {
         core.queue.add_tenant(Arc::clone(&tenant));
         tenants.push(Arc::clone(&tenant));
         Ok(tenant)
+    }
+
+    /// What a strict tenant gets of the bounds, and what is left to those who are not; `None` for one of those.
+    fn divide(
+        &self,
+        core: &Core,
+        tenants: &[Arc<Tenant>],
+        config: &TenantConfig,
+        quota: Quota,
+    ) -> Result<Option<(Bounds, Bounds)>> {
+        let common = core.compartments[COMMON].bounds;
+        if config.sharing.isolation != Isolation::Strict {
+            return common.check_common(&config.name, config.share).map(|()| None);
+        }
+        let own =
+            Bounds::all(&self.config).of_strict(config.share, config.queue, quota, self.pool.num_blocks());
+        let has_others = tenants.iter().any(|tenant| tenant.compartment == COMMON);
+        let left = common.less(&config.name, own, u32::from(has_others))?;
+        core.check_common_fits(&config.name, left)?;
+        Ok(Some((own, left)))
     }
 
     /// Accepts a request; it runs in a later step. From any thread.
@@ -277,7 +317,7 @@ impl Scheduler {
             return Err(Error::refused("the scheduler is being drained and accepts nothing"));
         }
         take_places(&request, &self.inbox.places, self.steps.load(Ordering::Relaxed))?;
-        let id = self.inbox.issue_ids(request.n);
+        let id = self.inbox.issue_ids(request.tenant.compartment, request.n);
         let waiting = WaitingRequest::new(id, request);
         self.inbox.push(Message::Submit(Box::new(waiting)));
         Ok(id)
@@ -314,7 +354,9 @@ impl Scheduler {
         let need = self.config.lifetime_blocks(prompt as u32, request.max_tokens);
         let reachable = self.pool.reachable(request.tenant.account)?;
         if request.n != 1 && need <= reachable {
-            samples::check_samples(&self.config, request, reachable)?;
+            let common = || self.common_running.load(Ordering::Relaxed);
+            let places = request.tenant.max_running.unwrap_or_else(common);
+            samples::check_samples(&self.config, request, reachable, places)?;
         }
         if need > reachable {
             return refused(format!(
@@ -418,7 +460,7 @@ impl Scheduler {
         // Relaxed: numbers for people; each is a whole one of some moment.
         SchedulerStats {
             num_running: u64::from(self.num_running.load(Ordering::Relaxed)),
-            num_waiting: u64::from(self.inbox.places.num_requests()),
+            num_waiting: self.num_waiting(),
             steps: self.steps.load(Ordering::Relaxed),
             computed_tokens: self.computed_tokens.load(Ordering::Relaxed),
             recomputed_tokens: self.recomputed_tokens.load(Ordering::Relaxed),
@@ -430,6 +472,14 @@ impl Scheduler {
             num_paused: self.num_paused.load(Ordering::Relaxed),
             num_forced_out: self.num_forced_out.load(Ordering::Relaxed),
         }
+    }
+
+    /// Requests that wait, of all tenants.
+    fn num_waiting(&self) -> u64 {
+        let tenants = self.tenants.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let strict = tenants.iter().filter(|tenant| tenant.compartment != COMMON);
+        let waiting = strict.map(|tenant| u64::from(tenant.num_waiting())).sum::<u64>();
+        waiting + u64::from(self.inbox.places.num_requests())
     }
 
     fn publish(&self, core: &Core) {

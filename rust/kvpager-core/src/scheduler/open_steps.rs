@@ -82,15 +82,18 @@ impl Core {
         if let Some(host) = &mut self.host {
             host.close_step()?;
         }
-        if std::mem::take(&mut self.is_chunk_awaited) {
-            self.queue.note_change();
+        for (number, compartment) in self.compartments.iter_mut().enumerate() {
+            if std::mem::take(&mut compartment.is_chunk_awaited) {
+                self.queue.note_change(number);
+            }
         }
         let first_open = self.open.front().map_or(u64::MAX, |open| open.id.0);
-        let tables = &mut self.tables;
-        self.retired_rows.retain(|&(step, row)| {
+        let (tables, compartments) = (&mut self.tables, &mut self.compartments);
+        self.retired_rows.retain(|&(step, row, compartment)| {
             let stays = step.0 >= first_open;
             if !stays {
                 tables.free_row(row);
+                compartments[compartment].num_retired -= 1;
             }
             stays
         });
@@ -98,9 +101,12 @@ impl Core {
     }
 
     /// Gives a table row back, once no open step reads it.
-    pub(super) fn free_row(&mut self, row: u32) {
+    pub(super) fn free_row(&mut self, row: u32, compartment: usize) {
         match self.open.back() {
-            Some(newest) => self.retired_rows.push((newest.id, row)),
+            Some(newest) => {
+                self.retired_rows.push((newest.id, row, compartment));
+                self.compartments[compartment].num_retired += 1;
+            }
             None => self.tables.free_row(row),
         }
     }

@@ -4,6 +4,7 @@
 //! keeps row, blocks and reservation but is not planned. Its clock stands still, so it counts as younger than
 //! everybody who is not paused, and whoever of the same quota is short of blocks takes them.
 
+use super::compartments::compartment_of;
 use super::core::Core;
 use super::request::WaitingRequest;
 use super::sequence::Sequence;
@@ -67,18 +68,23 @@ impl Core {
     }
 
     /// Makes those give something up who yield to any request that runs or could run. False if there are none.
-    pub(super) fn yield_room(&mut self, tenant: usize, short: &Error) -> Result<bool> {
+    pub(super) fn yield_room(&mut self, compartment: usize, tenant: usize, short: &Error) -> Result<bool> {
         match short {
-            Error::OutOfBlocks { .. } | Error::OverQuota { .. } => self.force_out_paused(tenant, short),
+            Error::OutOfBlocks { .. } | Error::OverQuota { .. } => {
+                self.force_out_paused(compartment, tenant, short)
+            }
             _ => Ok(false),
         }
     }
 
     /// Takes the blocks of one paused request, for a tenant that is short of them: its own youngest, else of the
     /// tenant most above its guarantee. False if there is none to take from.
-    pub(super) fn force_out_paused(&mut self, tenant: usize, short: &Error) -> Result<bool> {
+    fn force_out_paused(&mut self, compartment: usize, tenant: usize, short: &Error) -> Result<bool> {
         let mut best: Option<(u64, usize)> = None;
         for (i, halted) in self.halted.iter().enumerate() {
+            if compartment_of(halted.sequence.id) != compartment {
+                continue;
+            }
             let owner = &halted.sequence.request.tenant;
             let above = if owner.index == tenant {
                 u64::MAX
@@ -98,17 +104,13 @@ impl Core {
         }
     }
 
-    /// Rows for further sequences; parked ones come back to theirs.
-    pub(super) fn num_rows_left(&self) -> usize {
-        let unforked = self.num_unforked as usize;
-        let taken = self.running.len() + self.parked.len() + self.halted.len() + unforked;
-        (self.config.max_running as usize).saturating_sub(taken)
-    }
-
-    /// Takes the row of a paused request if none is free and somebody could run with it.
-    pub(super) fn free_paused_row(&mut self) -> Result<()> {
-        if self.num_rows_left() == 0 && !self.halted.is_empty() && self.queue.next_tenant().is_some() {
-            self.force_out(self.halted.len() - 1)?;
+    /// Takes the row of a paused request if its compartment has none left and somebody there could run with it.
+    pub(super) fn free_paused_row(&mut self, compartment: usize) -> Result<()> {
+        let is_own = |halted: &Halted| compartment_of(halted.sequence.id) == compartment;
+        let Some(last) = self.halted.iter().rposition(is_own) else { return Ok(()) };
+        let has_next = self.queue.next_tenant(compartment, self.last_step.0).is_some();
+        if has_next && self.num_rows_left(compartment) == 0 {
+            self.force_out(last)?;
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! One turn: decide what runs (decodes, prefill chunks, admissions), then write the batch.
 
 use super::batch::{Batch, BatchArrays};
+use super::compartments::{base_id, compartment_of, range_of};
 use super::core::Core;
 use super::inbox::Inbox;
 use super::open_steps::{OpenStep, PlannedRow};
@@ -10,9 +11,6 @@ use super::sequence::Sequence;
 use crate::ids::StepId;
 use crate::{Error, Result};
 use std::sync::Arc;
-
-/// Every so many steps a blocked head is looked at without a change of ours: somebody else may share the pool.
-const RECHECK_STEPS: u64 = 32;
 
 impl Core {
     /// Plans a step.
@@ -25,9 +23,6 @@ impl Core {
         let mut ended = std::mem::take(&mut self.ended);
         self.remove_ended(inbox, &mut ended, None)?;
         self.last_step = StepId(self.last_step.0 + 1);
-        if self.last_step.0.is_multiple_of(RECHECK_STEPS) {
-            self.queue.note_change();
-        }
         self.phases.name_step(self.last_step.0);
         self.phases.lap(Phase::Inbox);
         let decided = self.decide(inbox);
@@ -66,53 +61,78 @@ impl Core {
 
     /// Decides how many tokens of which sequence run, and gives them their blocks.
     fn decide(&mut self, inbox: &Inbox) -> Result<()> {
-        let mut budget = self.config.max_batch_tokens;
-        let before = self.num_preemptions;
-        self.rotation.note(self.now);
-        self.coming.clear();
         self.in_flight.clear();
-        if !self.parked.is_empty() {
-            self.return_parked()?;
-        } else {
-            self.owed = 0;
+        for compartment in 0..self.compartments.len() {
+            self.decide_of(compartment, inbox)?;
         }
-        self.plans_ahead = !std::mem::take(&mut self.is_pressed);
+        Ok(())
+    }
+
+    /// The same of one compartment, which is a matter of that compartment alone.
+    fn decide_of(&mut self, compartment: usize, inbox: &Inbox) -> Result<()> {
+        let own = &mut self.compartments[compartment];
+        let mut budget = own.bounds.max_batch_tokens;
+        let before = self.num_preemptions;
+        own.rotation.note(self.now);
+        own.coming.clear();
+        own.plans_ahead = !std::mem::take(&mut own.is_pressed);
+        own.growth = None;
+        self.return_parked(compartment)?;
+        let num_prefills = self.plan_running(compartment, &mut budget)?;
+        if num_prefills > 0 {
+            self.plan_prefills(compartment, &mut budget)?;
+        }
+        self.phases.lap(Phase::Growth);
+        let own = &self.compartments[compartment];
+        let is_pressed = self.num_preemptions > before || !own.coming.is_empty();
+        if !is_pressed && range_of(&self.parked, compartment).is_empty() {
+            self.admit(compartment, inbox, &mut budget)?;
+        }
+        self.phases.lap(Phase::Admission);
+        Ok(())
+    }
+
+    /// Plans the decodes of a compartment; returns how many of its sequences have a prefill chunk to plan.
+    fn plan_running(&mut self, compartment: usize, budget: &mut u32) -> Result<u32> {
         let block_size = self.config.block_size;
+        let last = base_id(compartment + 1);
         let mut num_prefills = 0;
-        let mut position = 0;
-        while position < self.running.len() {
-            let sequence = &mut self.running[position];
+        let mut position = range_of(&self.running, compartment).start;
+        while let Some(sequence) = self.running.get_mut(position) {
             let id = sequence.id;
+            if id.0 > last {
+                break;
+            }
             if sequence.is_special() {
-                num_prefills += u32::from(self.plan_special(position, &mut budget)?);
+                num_prefills += u32::from(self.plan_special(position, budget)?);
             } else if sequence.remaining() != 1 {
                 num_prefills += 1;
             } else if sequence.num_computed < sequence.blocks.len() as u32 * block_size {
                 sequence.num_planned = 1;
-                budget -= 1;
+                *budget -= 1;
             } else if self.grow_or_preempt(position, 1)? {
                 position = self.position_of(id, position);
                 self.running[position].num_planned = 1;
-                budget -= 1;
+                *budget -= 1;
             }
             // Whoever gave blocks for it may have stood before it.
             position = self.position_of(id, position) + 1;
         }
-        for position in 0..self.running.len() {
-            if num_prefills == 0 || budget == 0 {
+        Ok(num_prefills)
+    }
+
+    /// Plans chunks of a compartment's running sequences, oldest first.
+    fn plan_prefills(&mut self, compartment: usize, budget: &mut u32) -> Result<()> {
+        for position in range_of(&self.running, compartment) {
+            if *budget == 0 {
                 break;
             }
             let sequence = &self.running[position];
             let is_next = sequence.remaining() > 1 && self.may_plan(sequence);
             if is_next && (sequence.in_flight > 0 || !self.catch_up(position)?) {
-                self.plan_chunk(position, &mut budget)?;
+                self.plan_chunk(position, budget)?;
             }
         }
-        self.phases.lap(Phase::Growth);
-        if self.num_preemptions == before && self.coming.is_empty() && self.parked.is_empty() {
-            self.admit(inbox, &mut budget)?;
-        }
-        self.phases.lap(Phase::Admission);
         Ok(())
     }
 
@@ -127,7 +147,7 @@ impl Core {
             return Ok(true);
         }
         let id = sequence.id;
-        let left = (self.running.len() - position - 1) as u32;
+        let left = (range_of(&self.running, compartment_of(id)).end - position - 1) as u32;
         let num_drafts = self.plan_drafts(position, *budget, left)?;
         if num_drafts > 0 || self.grow_or_preempt(position, 1)? {
             let position = self.position_of(id, position);
@@ -142,7 +162,8 @@ impl Core {
         if sequence.in_flight == 0 {
             return true;
         }
-        let is_plain = self.plans_ahead && sequence.special.is_none() && sequence.ending.is_none();
+        let plans_ahead = self.compartments[compartment_of(sequence.id)].plans_ahead;
+        let is_plain = plans_ahead && sequence.special.is_none() && sequence.ending.is_none();
         // Its next token must come from the step before this one, and not be the last that it may output.
         let is_known = sequence.num_pending == 0
             || (sequence.sampled_in + 1 == self.last_step.0

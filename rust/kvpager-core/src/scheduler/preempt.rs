@@ -8,6 +8,7 @@
 //! * what this step has moved already is left alone;
 //! * a sequence that finds no victim stalls for a step and keeps what it has.
 
+use super::compartments::{compartment_of, range_of};
 use super::core::Core;
 use super::host_tier::Overflow;
 use super::request::FinishReason;
@@ -58,8 +59,9 @@ impl Core {
                 Ok(()) => return Ok(true),
                 Err(short) => short,
             };
+            let id = self.running[position].id;
             let tenant = self.running[position].request.tenant.index;
-            if self.yield_room(tenant, &short)? {
+            if self.yield_room(compartment_of(id), tenant, &short)? {
                 continue;
             }
             if !self.config.policy.overcommits() {
@@ -68,21 +70,15 @@ impl Core {
             let sequence = &self.running[position];
             let tenant = &sequence.request.tenant;
             let missing = self.config.blocks_for(end).saturating_sub(sequence.blocks.len() as u32);
-            let asker = Asker {
-                id: sequence.id,
-                tenant: tenant.index,
-                account: tenant.account,
-                short: &short,
-                residency: None,
-            };
-            let id = asker.id;
+            let asker =
+                Asker { id, tenant: tenant.index, account: tenant.account, short: &short, residency: None };
             let room = self.make_room(&asker, missing)?;
             position = self.position_of(id, position);
             match room {
                 Room::Now => {}
                 Room::Later => return Ok(false),
                 Room::None => {
-                    self.is_pressed = !self.open.is_empty();
+                    self.own(id).is_pressed = !self.open.is_empty();
                     let sequence = &mut self.running[position];
                     let account = sequence.request.tenant.account;
                     if self.config.blocks_for(end) > self.pool.reachable(account)? {
@@ -125,26 +121,29 @@ impl Core {
     fn promise_coming(&mut self, asker: &Asker<'_>, num_blocks: u32) -> bool {
         let own_only = matches!(asker.short, Error::OverQuota { .. });
         let counts = |entry: &&mut (AccountId, u32)| !own_only || entry.0 == asker.account;
-        if self.coming.iter_mut().filter(counts).map(|(_, count)| *count).sum::<u32>() < num_blocks {
+        let own = &mut self.compartments[compartment_of(asker.id)];
+        if own.coming.iter_mut().filter(counts).map(|(_, count)| *count).sum::<u32>() < num_blocks {
             return false;
         }
         let mut left = num_blocks;
-        for (_, count) in self.coming.iter_mut().filter(counts) {
+        for (_, count) in own.coming.iter_mut().filter(counts) {
             let taken = left.min(*count);
             *count -= taken;
             left -= taken;
         }
-        self.owed += num_blocks;
+        own.owed += num_blocks;
         true
     }
 
     /// Who gives blocks next: to the host tier, where age does not count, or everything.
     fn victim(&self, asker: &Asker<'_>, swaps: bool) -> Result<Option<Victim>> {
-        let oldest = self.oldest();
+        let compartment = compartment_of(asker.id);
+        let oldest = self.oldest(compartment);
         let forced = oldest == Some(asker.id);
-        let spared = [Some(asker.id), oldest, self.called.filter(|_| !forced)];
+        let spared = [Some(asker.id), oldest, self.compartments[compartment].called.filter(|_| !forced)];
         let mut best: Option<(Rank, Victim)> = None;
-        for (position, sequence) in self.running.iter().enumerate() {
+        for position in range_of(&self.running, compartment) {
+            let sequence = &self.running[position];
             let is_due = asker.residency.is_none_or(|seconds| self.now - sequence.resumed_at >= seconds);
             let eligible = forced || sequence.has_sampled && is_due && (swaps || sequence.id > asker.id);
             let is_planned = sequence.num_planned > 0 && sequence.is_special();
@@ -153,7 +152,7 @@ impl Core {
                 self.consider(Victim::Running(position), asker, swaps, &mut best)?;
             }
         }
-        for position in 0..self.parked.len() {
+        for position in range_of(&self.parked, compartment) {
             let sequence = &self.parked[position];
             if !sequence.blocks.is_empty() && !spared.contains(&Some(sequence.id)) {
                 self.consider(Victim::Parked(position), asker, swaps, &mut best)?;
@@ -175,7 +174,7 @@ impl Core {
         let above = if tenant.index == asker.tenant {
             u64::MAX
         } else {
-            let forced = self.oldest() == Some(asker.id);
+            let forced = self.oldest(compartment_of(asker.id)) == Some(asker.id);
             let is_protected = !forced && self.is_oldest_of_tenant(sequence);
             if matches!(asker.short, Error::OverQuota { .. }) || is_protected {
                 return Ok(());
@@ -200,9 +199,9 @@ impl Core {
         }
     }
 
-    /// The oldest sequence that has blocks.
-    pub(super) fn oldest(&self) -> Option<SequenceId> {
-        let ids = [self.running.first(), self.parked.first()];
+    /// The oldest sequence of a compartment that has blocks.
+    pub(super) fn oldest(&self, compartment: usize) -> Option<SequenceId> {
+        let ids = [self.running_of(compartment).first(), self.parked_of(compartment).first()];
         ids.into_iter().flatten().map(|sequence| sequence.id).min()
     }
 
@@ -210,7 +209,9 @@ impl Core {
         let tenant = sequence.request.tenant.index;
         let older = |other: &&Sequence| other.id < sequence.id;
         let same = |other: &Sequence| other.request.tenant.index == tenant;
-        !self.running.iter().take_while(older).any(same) && !self.parked.iter().take_while(older).any(same)
+        let compartment = compartment_of(sequence.id);
+        let (running, parked) = (self.running_of(compartment), self.parked_of(compartment));
+        !running.iter().take_while(older).any(same) && !parked.iter().take_while(older).any(same)
     }
 
     /// Whether this step copies blocks of the sequence already.
@@ -264,12 +265,13 @@ impl Core {
         if done && matches!(victim, Victim::Running(_)) {
             sequence.progress.preemptions += 1;
             self.num_preemptions += 1;
-            self.free_row(sequence.row);
+            self.free_row(sequence.row, compartment_of(sequence.id));
         }
         if done {
-            match self.coming.iter_mut().find(|(other, _)| *other == account) {
+            let coming = &mut self.own(sequence.id).coming;
+            match coming.iter_mut().find(|(other, _)| *other == account) {
                 Some((_, count)) => *count += tail,
-                None => self.coming.push((account, tail)),
+                None => coming.push((account, tail)),
             }
         }
         let list = if sequence.parked.is_some() { &mut self.parked } else { &mut self.running };
@@ -297,7 +299,7 @@ impl Core {
     /// Takes row and blocks, here and on the host, from a sequence that is out of where it ran.
     pub(super) fn strip(&mut self, sequence: &mut Sequence) -> Result<()> {
         let was_parked = sequence.parked.is_some();
-        self.called = self.called.filter(|&called| called != sequence.id);
+        self.uncall(sequence.id);
         if let (Some(host), Some(parked)) = (&mut self.host, sequence.parked.take()) {
             host.leave(parked.blocks);
         }

@@ -7,6 +7,9 @@ use hashbrown::HashMap;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+/// Every so many steps a blocked head is looked at without a change of ours: somebody else may share the pool.
+const RECHECK_STEPS: u64 = 32;
+
 /// Place in a tenant's queue: step of arrival, shifted by the priority, then id. It does not change while the
 /// request waits, so ageing costs nothing.
 pub(super) type Place = (i64, SequenceId);
@@ -17,8 +20,9 @@ struct TenantQueue {
     /// Computed tokens, and blocks x steps held, over weight.
     service: f64,
     num_running: u32,
-    /// Value of the change counter at which its head did not fit; it is not looked at again before a change.
-    blocked_at: Option<u64>,
+    /// Value of its compartment's change counter, and step, at which its head did not fit; it is not looked at again
+    /// before a change.
+    blocked_at: Option<(u64, u64)>,
 }
 
 impl TenantQueue {
@@ -33,13 +37,13 @@ pub(super) struct Queue {
     ageing_steps: u32,
     tenants: Vec<TenantQueue>,
     places: HashMap<SequenceId, (usize, Place), foldhash::fast::RandomState>,
-    /// Grows whenever room or matchable blocks may have appeared.
-    changes: u64,
+    /// By compartment: grows whenever room or matchable blocks may have appeared.
+    changes: Vec<u64>,
 }
 
 impl Queue {
     pub(super) fn new(ageing_steps: u32) -> Self {
-        Self { ageing_steps, tenants: Vec::new(), places: HashMap::default(), changes: 0 }
+        Self { ageing_steps, tenants: Vec::new(), places: HashMap::default(), changes: vec![0] }
     }
 
     fn place_of(&self, waiting: &WaitingRequest) -> Place {
@@ -72,7 +76,9 @@ impl Queue {
     pub(super) fn push(&mut self, waiting: WaitingRequest) {
         let index = waiting.request.tenant.index;
         if !self.tenants[index].is_active() {
-            let active = self.tenants.iter().filter(|t| t.is_active()).map(|t| t.service);
+            let compartment = waiting.request.tenant.compartment;
+            let peers = self.tenants.iter().filter(|other| other.tenant.compartment == compartment);
+            let active = peers.filter(|other| other.is_active()).map(|other| other.service);
             let floor = active.fold(f64::INFINITY, f64::min);
             if floor.is_finite() {
                 let queue = &mut self.tenants[index];
@@ -101,10 +107,13 @@ impl Queue {
         self.places.keys().copied().collect()
     }
 
-    /// The tenant that is served next: least service among those whose head may fit.
-    pub(super) fn next_tenant(&self) -> Option<usize> {
+    /// The tenant of a compartment that is served next: least service among those whose head may fit.
+    pub(super) fn next_tenant(&self, compartment: usize, step: u64) -> Option<usize> {
         let may_fit = |queue: &TenantQueue| {
-            !queue.waiting.is_empty() && queue.blocked_at.is_none_or(|at| at != self.changes)
+            let is_unchanged = |(at, since)| at == self.changes[compartment] && step < since + RECHECK_STEPS;
+            queue.tenant.compartment == compartment
+                && !queue.waiting.is_empty()
+                && !queue.blocked_at.is_some_and(is_unchanged)
         };
         self.tenants
             .iter()
@@ -142,7 +151,7 @@ impl Queue {
     /// The head did not fit: its tenant waits for a change. Returns the head, to note who passes it.
     pub(super) fn block(&mut self, tenant: usize, present: (u64, f64)) -> Option<&mut WaitingRequest> {
         let queue = &mut self.tenants[tenant];
-        queue.blocked_at = Some(self.changes);
+        queue.blocked_at = Some((self.changes[queue.tenant.compartment], present.0));
         let mut head = queue.waiting.first_entry()?;
         head.get_mut().blocked_since.get_or_insert(present);
         Some(head.into_mut())
@@ -154,9 +163,13 @@ impl Queue {
         places.extend(self.tenants[tenant].waiting.keys().skip(1).take(depth));
     }
 
-    /// Room or matchable blocks may have appeared.
-    pub(super) fn note_change(&mut self) {
-        self.changes += 1;
+    /// Room or matchable blocks may have appeared for a compartment.
+    pub(super) fn note_change(&mut self, compartment: usize) {
+        self.changes[compartment] += 1;
+    }
+
+    pub(super) fn add_compartment(&mut self) {
+        self.changes.push(0);
     }
 
     /// A sequence of the tenant runs that was not in the queue.
@@ -167,7 +180,7 @@ impl Queue {
     /// A running sequence of the tenant ended or was preempted.
     pub(super) fn note_end(&mut self, tenant: usize) {
         self.tenants[tenant].num_running -= 1;
-        self.note_change();
+        self.note_change(self.tenants[tenant].tenant.compartment);
     }
 
     /// Charges service to a tenant.

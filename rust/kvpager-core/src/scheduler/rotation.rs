@@ -5,6 +5,7 @@
 //! * One whose pause has reached `max_token_gap` comes back at the cost of another. That draws on a token bucket of
 //!   seconds of copying; when it is empty, the pause goes on and progress wins.
 
+use super::compartments::{self, compartment_of, range_of};
 use super::core::Core;
 use super::preempt::{Asker, Room};
 use super::swap::MIN_TAIL_BLOCKS;
@@ -22,6 +23,8 @@ const RETURN_SHARE: f64 = 0.03;
 /// The token bucket, and the pace of the steps.
 #[derive(Debug)]
 pub(super) struct Rotation {
+    /// Part of the scheduler that its compartment is.
+    part: f64,
     seconds: f64,
     last: f64,
     /// Seconds between the last two steps.
@@ -30,7 +33,7 @@ pub(super) struct Rotation {
 
 impl Default for Rotation {
     fn default() -> Self {
-        Self { seconds: BURST, last: f64::NEG_INFINITY, pace: 0.0 }
+        Self { part: 1.0, seconds: BURST, last: f64::NEG_INFINITY, pace: 0.0 }
     }
 }
 
@@ -39,9 +42,14 @@ impl Rotation {
     pub(super) fn note(&mut self, now: f64) {
         if self.last.is_finite() {
             self.pace = now - self.last;
-            self.seconds = (self.seconds + SHARE * self.pace).min(BURST);
+            self.seconds = (self.seconds + self.part * SHARE * self.pace).min(self.part * BURST);
         }
         self.last = now;
+    }
+
+    pub(super) fn set_part(&mut self, part: f64) {
+        self.part = part;
+        self.seconds = self.seconds.min(part * BURST);
     }
 
     fn spend(&mut self, seconds: f64) -> bool {
@@ -53,24 +61,34 @@ impl Rotation {
     }
 }
 
+/// Blocks that stay free after a return that is not due.
+fn return_slack(room: compartments::Room) -> u32 {
+    MIN_TAIL_BLOCKS.max((RETURN_SHARE * room.capacity as f64) as u32)
+}
+
 impl Core {
-    /// Brings back whom there is room for, and makes room for whom it is time for. Before anybody grows.
-    pub(super) fn return_parked(&mut self) -> Result<()> {
-        let mut owed = std::mem::take(&mut self.owed);
-        let mut position = 0;
-        while position < self.parked.len() {
-            let sequence = &self.parked[position];
+    /// Brings back whom of a compartment there is room for, and makes room for whom it is time for. Before anybody
+    /// grows.
+    pub(super) fn return_parked(&mut self, compartment: usize) -> Result<()> {
+        let mut owed = std::mem::take(&mut self.compartments[compartment].owed);
+        let mut position = range_of(&self.parked, compartment).start;
+        while let Some(sequence) = self.parked.get(position) {
             let id = sequence.id;
+            if compartment_of(id) != compartment {
+                break;
+            }
             let need = self.blocks_to_return(sequence);
-            let first = self.oldest() == Some(id) || self.called == Some(id);
-            let is_due = first || (self.called.is_none() && self.is_due(position) && self.pay(need));
-            let slack = if is_due { 0 } else { owed + self.return_slack() };
+            let room = self.room_of(compartment)?;
+            let called = self.compartments[compartment].called;
+            let first = self.oldest(compartment) == Some(id) || called == Some(id);
+            let is_due = first || (called.is_none() && self.is_due(position) && self.pay(position, need));
+            let slack = if is_due { 0 } else { owed + return_slack(room) };
             let mut short = Error::OutOfBlocks { needed: need.into(), available: 0, capacity: 0 };
-            if u64::from(need + slack) <= self.uncommitted() {
+            if u64::from(need + slack) <= room.uncommitted {
                 match self.unpark(position)? {
                     Some(error) => short = error,
                     None => {
-                        self.called = self.called.filter(|&called| called != id);
+                        self.uncall(id);
                         continue;
                     }
                 }
@@ -82,17 +100,6 @@ impl Core {
             position += 1;
         }
         Ok(())
-    }
-
-    /// Blocks that stay free after a return that is not due.
-    fn return_slack(&self) -> u32 {
-        MIN_TAIL_BLOCKS.max((RETURN_SHARE * f64::from(self.pool.num_blocks())) as u32)
-    }
-
-    /// Blocks of the pool that nobody has or is promised.
-    pub(super) fn uncommitted(&self) -> u64 {
-        let stats = self.pool.stats();
-        stats.capacity - stats.held - stats.reserved - stats.quarantined
     }
 
     fn unpark(&mut self, position: usize) -> Result<Option<Error>> {
@@ -108,13 +115,16 @@ impl Core {
     /// step later, and its token comes at the end of that.
     fn is_due(&self, position: usize) -> bool {
         let (Some(host), Some(parked)) = (&self.host, &self.parked[position].parked) else { return false };
-        self.now - parked.since + 2.0 * self.rotation.pace >= host.config.max_token_gap
+        let rotation = &self.compartments[compartment_of(self.parked[position].id)].rotation;
+        self.now - parked.since + 2.0 * rotation.pace >= host.config.max_token_gap
     }
 
     /// Takes the time that moving so many blocks in, and as many out, costs from the bucket.
-    fn pay(&mut self, num_blocks: u32) -> bool {
+    fn pay(&mut self, position: usize, num_blocks: u32) -> bool {
         let Some(host) = &self.host else { return false };
-        self.rotation.spend(2.0 * host.config.swap_seconds(num_blocks))
+        let seconds = 2.0 * host.config.swap_seconds(num_blocks);
+        let id = self.parked[position].id;
+        self.own(id).rotation.spend(seconds)
     }
 
     /// Takes from others what a parked sequence needs; it comes back in the next step.
@@ -130,9 +140,11 @@ impl Core {
             short,
             residency: Some(RESIDENCY * host.config.max_token_gap),
         };
-        let missing = need.saturating_sub(self.uncommitted()).max(1) as u32;
-        if self.make_room(&asker, missing)? != Room::None && self.called.is_none() {
-            self.called = Some(asker.id);
+        let id = asker.id;
+        let uncommitted = self.room_of(compartment_of(id))?.uncommitted;
+        let missing = need.saturating_sub(uncommitted).max(1) as u32;
+        if self.make_room(&asker, missing)? != Room::None {
+            self.own(id).called.get_or_insert(id);
         }
         Ok(())
     }

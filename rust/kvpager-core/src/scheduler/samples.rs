@@ -6,6 +6,7 @@
 //! ids that follow the request's. From there on each is scheduled, and ends, by itself.
 
 use super::Scheduler;
+use super::compartments::compartment_of;
 use super::config::SchedulerConfig;
 use super::core::Core;
 use super::inbox::Inbox;
@@ -30,16 +31,18 @@ pub(super) fn extra_blocks(config: &SchedulerConfig, request: &Request, prompt_t
 }
 
 /// Checks the number of samples against what can ever be there; `reachable` blocks may be its tenant's.
-pub(super) fn check_samples(config: &SchedulerConfig, request: &Request, reachable: u32) -> Result<()> {
+pub(super) fn check_samples(
+    config: &SchedulerConfig,
+    request: &Request,
+    reachable: u32,
+    max_running: u32,
+) -> Result<()> {
     let n = request.n;
     if n == 0 {
         return Err(Error::invalid("n is 0, must be at least 1"));
     }
-    if n > config.max_running {
-        return Err(Error::refused(format!(
-            "{n} samples, and {} sequences may run at once",
-            config.max_running
-        )));
+    if n > max_running {
+        return Err(Error::refused(format!("{n} samples, and {max_running} sequences may run at once")));
     }
     let prompt_tokens = request.prompt.len() as u32;
     let life = u64::from(config.lifetime_blocks(prompt_tokens, request.max_tokens));
@@ -141,7 +144,8 @@ impl Core {
     /// The request has its samples, or will never have them.
     fn become_plain(&mut self, position: usize) {
         let sequence = &mut self.running[position];
-        self.num_unforked -= sequence.request.n - 1;
+        let own = &mut self.compartments[compartment_of(sequence.id)];
+        own.num_unforked -= sequence.request.n - 1;
         sequence.request.n = 1;
         sequence.special_mut().is_unforked = false;
         sequence.drop_special();

@@ -12,8 +12,12 @@ pub struct Tenant {
     pub name: String,
     /// Position in the scheduler's list.
     pub(super) index: usize,
+    /// Whose bounds it shares: those of a strict tenant are its own.
+    pub(super) compartment: usize,
     /// Which scheduler made it.
     pub(super) scheduler: u64,
+    /// Running places of its own, if it is strict.
+    pub(super) max_running: Option<u32>,
     /// The pool account that its blocks are charged to.
     pub account: AccountId,
     /// What it may observe of others.
@@ -29,6 +33,12 @@ pub struct Tenant {
 }
 
 impl Tenant {
+    /// Running places of its own, if it is strict.
+    #[must_use]
+    pub const fn max_running(&self) -> Option<u32> {
+        self.max_running
+    }
+
     /// Requests of it that have not been admitted yet. From any thread.
     #[must_use]
     pub fn num_waiting(&self) -> u32 {

@@ -13,7 +13,7 @@ use kvpager_core::block_pool::{BlockPool, PoolConfig};
 use kvpager_core::prefix_index::{EvictionPolicy, Fingerprint, IndexConfig, PrefixIndex};
 use kvpager_core::scheduler::{
     AdmissionPolicy, Batch, BatchArrays, FinishedRequest, PADDING_SEQUENCE, QueueLimits, Request, Scheduler,
-    SchedulerConfig, Sharing, Tenant, TenantConfig,
+    SchedulerConfig, Share, Sharing, Tenant, TenantConfig,
 };
 use kvpager_core::{Error, Result, SequenceId};
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -147,6 +147,7 @@ impl Engine {
                 fingerprint: Fingerprint::default(),
                 queue: QueueLimits::NONE,
                 sharing: Sharing::default(),
+                share: Share::default(),
             })
             .unwrap()
     }
