@@ -1042,6 +1042,23 @@ class CommitOutcome:
         """Tokens that came for sequences which had ended since the step was planned."""
 
 @final
+class SchedulerSnapshot:
+    """The counts of a scheduler, its pool and its tenants, all of one moment."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no step or commit came in between; if False, they left no gap for a thousand readings."""
+    @property
+    def pool(self) -> PoolStats:
+        """Blocks by state: held, cached, free and quarantined ones add up to the capacity."""
+    @property
+    def scheduler(self) -> SchedulerStats:
+        """Counts of the scheduler."""
+    @property
+    def accounts(self) -> dict[str, AccountStats]:
+        """Blocks of each tenant, by name."""
+
+@final
 class SchedulerStats:
     """Counts of a scheduler."""
 
@@ -1521,6 +1538,11 @@ class Scheduler:
 
         Raises:
             WrongStateError: if another thread is in the scheduler.
+        """
+    def snapshot(self) -> SchedulerSnapshot:
+        """Counts of scheduler, pool and tenants at one moment between two turns of the engine's thread.
+
+        From any thread; waits for a turn to end, and nobody waits for it.
         """
     def stats(self) -> SchedulerStats:
         """Counts. From any thread."""

@@ -6,6 +6,7 @@ import doctest
 import itertools
 import multiprocessing
 import os
+import sys
 import threading
 from types import ModuleType
 from typing import Any
@@ -307,3 +308,59 @@ def test_examples_in_the_docstrings_are_true(module: ModuleType) -> None:
     done = doctest.testmod(module)
     assert done.attempted > 0
     assert done.failed == 0
+
+
+def test_snapshot_is_of_one_moment_while_the_engine_steps(engine: Engine) -> None:
+    for name in ("alice", "bob"):
+        engine.add_tenant(name)
+    is_over = threading.Event()
+    wrong: list[object] = []
+    taken = 0
+
+    def scrape() -> None:
+        nonlocal taken
+        while not is_over.is_set():
+            counts = engine.scheduler.snapshot()
+            pool, accounts = counts.pool, counts.accounts
+            blocks = pool.held + pool.cached + pool.free + pool.quarantined
+            committed = sum(account.committed for account in accounts.values())
+            together = pool.held + pool.reserved + pool.quarantined
+            if counts.is_exact and (blocks, committed) != (pool.capacity, together):
+                wrong.append((pool, accounts))
+            taken += counts.is_exact
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    scraper = threading.Thread(target=scrape)
+    scraper.start()
+    try:
+        for place in range(300):
+            tenant = ("alice", "bob")[place % 2]
+            engine.submit([place % 7 + 1] * 40, GenerationParams(max_tokens=8), tenant=tenant)
+            engine.step()
+        engine.run()
+    finally:
+        is_over.set()
+        scraper.join()
+        sys.setswitchinterval(interval)
+    assert taken > 10
+    assert wrong == []
+
+
+def test_tenants_are_added_while_the_engine_steps() -> None:
+    engine = Engine(NullRunner(), EngineConfig(num_blocks=64, max_accounts=64))
+    engine.add_tenant("first")
+    added = threading.Thread(target=lambda: [engine.add_tenant(f"tenant-{place}") for place in range(40)])
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        added.start()
+        while added.is_alive():
+            engine.submit([1] * 20, GenerationParams(max_tokens=4), tenant="first")
+            engine.run()
+            engine.snapshot()
+    finally:
+        added.join()
+        sys.setswitchinterval(interval)
+    assert len(engine.tenants) == 41
+    assert idle(engine)

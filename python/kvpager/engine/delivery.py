@@ -93,7 +93,8 @@ class Delivery:
             return
         ids = [member.request_id for member in search.members]
         try:
-            self._scheduler.reorder(ids, [ids[parent] for parent in step.parents], step.tokens)
+            with self._registry.turn:
+                self._scheduler.reorder(ids, [ids[parent] for parent in step.parents], step.tokens)
         except WrongStateError as error:
             self.fail(first, f"the beams cannot go on: {error}")
 

@@ -169,7 +169,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether anything waits or runs, or an end has not been delivered yet."""
-        return bool(self._open) or self.scheduler.has_work()
+        return bool(self._open) or self._can_plan()
 
     def submit(
         self,
@@ -223,16 +223,17 @@ class Engine:
             self.on_input()
 
     def snapshot(self) -> EngineSnapshot:
-        """Returns the counts of all parts, each of its own moment while the engine steps. From any thread."""
+        """Returns the counts of all parts at one moment between two turns of the scheduler. From any thread.
+
+        What the engine itself counts per tenant is read right after, and goes on changing.
+        """
+        counts = self.scheduler.snapshot()
         return EngineSnapshot(
             state=self.state,
             reason=self.reason,
-            pool=self.pool.stats(),
-            scheduler=self.scheduler.stats(),
-            accounts={
-                name: self.pool.account_stats(tenant.account)
-                for name, tenant in self._registry.tenants.items()
-            },
+            pool=counts.pool,
+            scheduler=counts.scheduler,
+            accounts=counts.accounts,
             tenants=self._registry.counters,
             failed_steps=self._failed_steps,
         )
@@ -279,7 +280,8 @@ class Engine:
         self._open.popleft()
         for generation in step.broken:
             self._delivery.fail(generation, "the model gave logits that are not finite")
-        outcome = self.scheduler.commit(step.batch.step_id, step.token_start, step.tokens)
+        with self._registry.turn:
+            outcome = self.scheduler.commit(step.batch.step_id, step.token_start, step.tokens)
         self._delivery.deliver(step.sampled, step.tokens.tolist())
         for search in step.searches:
             self._delivery.advance(search, step.beam_steps.get(search))
@@ -348,9 +350,10 @@ class Engine:
             len(self._open) < self.config.max_open_steps
             and not self._registry.num_searches
             and not self._open[-1].is_empty
-            and self.scheduler.has_work()
+            and self._can_plan()
         ):
-            batch = self.scheduler.step()
+            with self._registry.turn:
+                batch = self.scheduler.step()
             generations = [self._registry.find(request_id) for request_id in batch.sequence_ids.tolist()]
             self._delivery.note_started(batch, generations)
             previous = self._open[-1] if self._open else None
@@ -364,12 +367,17 @@ class Engine:
             ended = ended or bool(batch.finished)
         return ended
 
+    def _can_plan(self) -> bool:
+        with self._registry.turn:
+            return self.scheduler.has_work()
+
     def _give_up(self, reason: str, *, fail: bool = False) -> None:
         """Abandons every open step once the model is through with them."""
         for step in self._open:
             step.is_done.wait()
         if self._open:
-            outcome = self.scheduler.abandon(self._open[0].batch.step_id, reason, fail=fail)
+            with self._registry.turn:
+                outcome = self.scheduler.abandon(self._open[0].batch.step_id, reason, fail=fail)
             steps = list(self._open)
             self._open.clear()
             self._delivery.close(outcome.finished)
@@ -402,7 +410,8 @@ class Engine:
         self._give_up("the engine ended")
         for generation in list(self._registry.live.values()):
             self.abort(generation)
-        while self.scheduler.has_work():
-            batch = self.scheduler.step()
-            outcome = self.scheduler.abandon(batch.step_id, "the engine ended")
+        while self.has_work():
+            with self._registry.turn:
+                batch = self.scheduler.step()
+                outcome = self.scheduler.abandon(batch.step_id, "the engine ended")
             self._delivery.close([*batch.finished, *outcome.finished])

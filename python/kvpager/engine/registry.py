@@ -33,6 +33,7 @@ class Registry:
     """What an engine knows of tenants and requests.
 
     Attributes:
+        turn: held while the scheduler plans, commits or takes a tenant, which it lets only one thread do.
         live: sequences that have not left the scheduler, by id.
         num_searches: beam searches that have not left it.
         state: `running`, `draining`, `stopped` or `failed`.
@@ -51,6 +52,7 @@ class Registry:
         self._scheduler, self._runner, self._tokenizer = scheduler, runner, tokenizer
         self._config, self._fingerprint = config, fingerprint
         self._lock = threading.Lock()
+        self.turn = threading.Lock()
         self._pid = os.getpid()
         self._tenants: dict[str, Tenant] = {}
         self._counters: dict[str, TenantCounters] = {}
@@ -71,7 +73,8 @@ class Registry:
             self._add_tenant(name, **scopes, **options)
 
     def _add_tenant(self, name: str, **options: Any) -> None:
-        tenant = self._scheduler.add_tenant(name, fingerprint=self._fingerprint, **options)
+        with self.turn:
+            tenant = self._scheduler.add_tenant(name, fingerprint=self._fingerprint, **options)
         self._counters[name] = TenantCounters()
         self._tenants[name] = tenant  # after its counters: who finds it may count
 

@@ -4,13 +4,15 @@
 #[cfg(loom)]
 pub use interleaved::{AtomicI64, AtomicU32, AtomicU64, interleave_loads};
 #[cfg(loom)]
-pub use loom::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
+pub use loom::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering, fence};
 #[cfg(all(shuttle, not(loom)))]
 pub use shuttle::sync::atomic::{
-    AtomicBool, AtomicI32, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering,
+    AtomicBool, AtomicI32, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
 };
 #[cfg(not(any(loom, shuttle)))]
-pub use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+pub use std::sync::atomic::{
+    AtomicBool, AtomicI32, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
+};
 
 #[cfg(loom)]
 pub use loom::sync::{Mutex, MutexGuard};

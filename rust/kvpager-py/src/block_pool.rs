@@ -14,6 +14,7 @@ mod wait;
 use pyo3::prelude::*;
 
 pub(crate) use pool::PyBlockPool;
+pub(crate) use stats::{PyAccountStats, PyPoolStats};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<stats::PyPoolStats>()?;

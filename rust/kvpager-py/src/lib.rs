@@ -15,6 +15,7 @@ mod phases;
 mod prefix_index;
 mod replay;
 mod scheduler;
+mod snapshot;
 mod split_plan;
 mod stress;
 

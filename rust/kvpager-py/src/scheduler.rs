@@ -8,6 +8,7 @@ use crate::error::{IntoPyResult, invalid};
 use crate::fork::Home;
 use crate::phases::PyPhaseTimes;
 use crate::prefix_index::{PyFingerprint, PyPrefixIndex};
+use crate::snapshot::PySchedulerSnapshot;
 use kvpager_core::prefix_index::Isolation;
 use kvpager_core::scheduler::{
     AdmissionPolicy, CommitOutcome, Deadline, FinishedRequest, HostTierConfig, Overflow, QueueLimits,
@@ -170,7 +171,7 @@ impl PyCommitOutcome {
 
 /// Counts of a scheduler.
 #[pyclass(name = "SchedulerStats", module = "kvpager._core", frozen)]
-pub(crate) struct PySchedulerStats(SchedulerStats);
+pub(crate) struct PySchedulerStats(pub(crate) SchedulerStats);
 
 #[pymethods]
 impl PySchedulerStats {
@@ -513,6 +514,15 @@ impl PyScheduler {
         Ok(self.here()?.end_phases().py()?.map(PyPhaseTimes::new))
     }
 
+    fn snapshot(&self, py: Python<'_>) -> PyResult<PySchedulerSnapshot> {
+        let scheduler = self.here()?;
+        let first = scheduler.read_once().py()?;
+        if first.is_exact {
+            return Ok(PySchedulerSnapshot(first));
+        }
+        Ok(PySchedulerSnapshot(py.detach(|| scheduler.snapshot()).py()?))
+    }
+
     fn stats(&self) -> PySchedulerStats {
         PySchedulerStats(self.0.stats())
     }
@@ -545,6 +555,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyFinishedRequest>()?;
     module.add_class::<PyCommitOutcome>()?;
     module.add_class::<PySchedulerStats>()?;
+    module.add_class::<PySchedulerSnapshot>()?;
     module.add_class::<PyBatch>()?;
     module.add_class::<PyPhaseTimes>()?;
     module.add_class::<PyScheduler>()

@@ -33,6 +33,7 @@ mod samples;
 mod scopes;
 mod sequence;
 mod share;
+mod snapshot;
 mod special;
 mod swap;
 mod tenant;
@@ -49,6 +50,7 @@ pub use phases::{Phase, PhaseSpan, PhaseTimes};
 pub use policy::{AdmissionPolicy, AdmissionRequest, AdmissionRoom, ForecastConfig, Trajectory};
 pub use request::{Deadline, FinishReason, FinishedRequest, Request};
 pub use scopes::{Sharing, TenantScope};
+pub use snapshot::SchedulerSnapshot;
 pub use tenant::Tenant;
 
 use self::compartments::{Bounds, COMMON};
@@ -63,7 +65,7 @@ use crate::ids::{SequenceId, StepId};
 use crate::prefix_index::{Fingerprint, Isolation, PrefixIndex, check_items};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::{Error, Result};
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 /// Numbers schedulers, so that a tenant of another one is seen.
@@ -130,6 +132,8 @@ pub struct Scheduler {
     inbox: Inbox,
     tenants: Mutex<Vec<Arc<Tenant>>>,
     core: Mutex<Core>,
+    /// Twice the turns that the engine's thread took in the core, one more while it is in it.
+    turns: AtomicU64,
     started: Instant,
     /// Running places of all tenants that are not strict.
     common_running: AtomicU32,
@@ -187,6 +191,7 @@ impl Scheduler {
             index,
             tenants: Mutex::new(Vec::new()),
             core: Mutex::new(core),
+            turns: AtomicU64::new(0),
             started: Instant::now(),
             num_running: AtomicU32::new(0),
             steps: AtomicU64::new(0),
@@ -494,18 +499,5 @@ impl Scheduler {
         self.num_preemptions.store(core.num_preemptions, Ordering::Relaxed);
         self.num_paused.store((core.halted.len() + core.paused.len()) as u64, Ordering::Relaxed);
         self.num_forced_out.store(core.num_forced_out, Ordering::Relaxed);
-    }
-
-    fn enter(&self) -> Result<MutexGuard<'_, Core>> {
-        match self.core.try_lock() {
-            Ok(core) => Ok(core),
-            Err(TryLockError::WouldBlock) => Err(Error::WrongState(
-                "another thread is in this scheduler: one engine thread calls step, commit and abandon"
-                    .to_owned(),
-            )),
-            Err(TryLockError::Poisoned(_)) => {
-                Err(Error::WrongState("an internal fault ended this scheduler; make a new one".to_owned()))
-            }
-        }
     }
 }

@@ -1,0 +1,57 @@
+//! A snapshot is of one moment, whatever the engine's thread does meanwhile.
+
+mod support;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use support::{Engine, config, prompt};
+
+#[test]
+fn a_snapshot_adds_up_while_the_engine_steps() {
+    for reuse in [true, false] {
+        let mut engine = Engine::new(64, config(4), reuse);
+        let tenants: Vec<_> = ["a", "b", "c"].iter().map(|name| engine.tenant(name)).collect();
+        let is_over = Arc::new(AtomicBool::new(false));
+        let (scheduler, over) = (Arc::clone(&engine.scheduler), Arc::clone(&is_over));
+        let reader = thread::spawn(move || {
+            let (mut exact, mut last) = (0, 0);
+            while !over.load(Ordering::Relaxed) {
+                let snapshot = scheduler.snapshot().unwrap();
+                if !snapshot.is_exact {
+                    continue;
+                }
+                exact += 1;
+                let pool = snapshot.pool;
+                assert_eq!(pool.held + pool.cached + pool.free + pool.quarantined, pool.capacity, "{pool:?}");
+                let committed: u64 = snapshot.tenants.iter().map(|(_, account)| account.committed).sum();
+                assert_eq!(committed, pool.held + pool.reserved + pool.quarantined, "{snapshot:?}");
+                let reserved: u64 = snapshot.tenants.iter().map(|(_, account)| account.reserved).sum();
+                assert_eq!(reserved, pool.reserved, "{snapshot:?}");
+                assert!(snapshot.scheduler.steps >= last, "steps only grow");
+                last = snapshot.scheduler.steps;
+            }
+            exact
+        });
+        for round in 0..100 {
+            for tenant in &tenants {
+                engine.submit(tenant, &prompt(round % 7, 9 + round % 5), 6).unwrap();
+            }
+            for _ in 0..8 {
+                engine.turn();
+                thread::yield_now();
+            }
+        }
+        engine.finish(20_000);
+        is_over.store(true, Ordering::Relaxed);
+        assert!(reader.join().unwrap() > 10);
+        let snapshot = engine.scheduler.snapshot().unwrap();
+        assert!(snapshot.is_exact, "nobody is in the scheduler");
+        assert_eq!(snapshot.pool, engine.pool.stats());
+        assert_eq!(snapshot.scheduler, engine.scheduler.stats());
+        assert_eq!(
+            snapshot.tenants.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(),
+            ["a", "b", "c"]
+        );
+    }
+}
