@@ -817,6 +817,28 @@ class PrefixIndex:
     ) -> list[Match]:
         """`match_prefix` for each prompt, with the interpreter released throughout."""
 
+    def match_partial(
+        self,
+        pinned: Match,
+        tokens: npt.NDArray[np.integer] | Sequence[int],
+    ) -> tuple[Match, int] | None:
+        """The block that follows a match in one namespace and begins most like `tokens`, to be copied.
+
+        Args:
+            pinned: an unreleased match of this index, of one namespace.
+            tokens: what follows it in the prompt, without the prompt's last token.
+
+        Returns:
+            (a match that pins the block until it is released, how many of its leading tokens agree), or None
+            if no block begins like them. Its `blocks` is that one block. Of the blocks that follow, the 64 that
+            were added last are looked at.
+
+        Raises:
+            WrongStateError: the match was released.
+            InvalidArgumentError: it is of a chain, or of another index.
+            OutOfBlocksError: there is no capacity to hold the block.
+        """
+
     def peek_prefix(self, namespace: int, tokens: npt.NDArray[np.integer] | Sequence[int]) -> int:
         """How many tokens `match_prefix` would find now. Pins and touches nothing."""
 
@@ -1336,6 +1358,7 @@ class Scheduler:
         stop_token_ids: NDArray[np.integer] | Sequence[int] | None = None,
         priority: int = 0,
         reuse: bool = True,
+        partial: bool = False,
         deadline_steps: int | None = None,
         deadline_seconds: float | None = None,
         salt: bytes | None = None,
@@ -1352,6 +1375,8 @@ class Scheduler:
             stop_token_ids: ids that end it; the id itself is part of the output.
             priority: lower runs first, inside the tenant; `ageing_steps` of waiting make up for one class.
             reuse: whether it looks prefixes up and leaves its own blocks in the index.
+            partial: whether it also reuses the leading tokens of a block that goes on differently. The block is
+                in `Batch.block_copies` of its first step.
             deadline_steps: steps after its arrival in which it may run; then it ends, reason `deadline`.
             deadline_seconds: the same in seconds, on the clock of `step`.
             n: sequences that go on from the prompt, with the ids from the returned one on. The prompt is

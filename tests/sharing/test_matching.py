@@ -168,6 +168,24 @@ def test_a_block_that_is_not_held_cannot_be_inserted() -> None:
     assert match.num_blocks == 1
 
 
+def test_a_part_of_a_block_is_found_and_pinned() -> None:
+    pool, index, space = make()
+    index.insert_prefix(space, [1, 2, 3, 4, 5, 6, 7, 8])
+    match = index.match_prefix(space, [1, 2, 3, 4, 5, 6, 9])
+    found = index.match_partial(match, [5, 6])
+    assert found is not None
+    block, num_tokens = found
+    assert (num_tokens, block.num_blocks, pool.stats().held) == (2, 1, 2)
+    assert index.match_partial(match, [6, 5]) is None
+    match.release()
+    with pytest.raises(WrongStateError, match="released"):
+        index.match_partial(match, [5])
+    assert (index.evict(9), block.block_ids.tolist()) == (
+        0,
+        index.match_prefix(space, range(1, 10)).block_ids[1:].tolist(),
+    )
+
+
 def test_a_foreign_prefix_looks_like_an_absent_one() -> None:
     _, index, alice = make()
     bob = index.namespace(ShareScope.private("bob"))

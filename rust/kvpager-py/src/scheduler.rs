@@ -362,7 +362,7 @@ impl PyScheduler {
     }
 
     #[pyo3(signature = (tenant, prompt_ids, *, max_tokens=64, min_tokens=0, stop_token_ids=None, priority=0,
-        reuse=true, salt=None, items=None, deadline_steps=None, deadline_seconds=None, n=1))]
+        reuse=true, partial=false, salt=None, items=None, deadline_steps=None, deadline_seconds=None, n=1))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn submit(
         &self,
@@ -373,6 +373,7 @@ impl PyScheduler {
         stop_token_ids: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = int)] priority: i32,
         reuse: bool,
+        partial: bool,
         salt: Option<Vec<u8>>,
         items: Option<Vec<(u32, Vec<u8>)>>,
         #[pyo3(from_py_with = optional_int)] deadline_steps: Option<u64>,
@@ -391,6 +392,7 @@ impl PyScheduler {
             stop_token_ids,
             priority,
             reuse,
+            partial,
             deadline: Deadline { steps: deadline_steps, seconds: deadline_seconds },
             n,
             salt,

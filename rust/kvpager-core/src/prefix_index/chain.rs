@@ -68,6 +68,16 @@ impl ChainPin {
         self.heads.iter().chain(&self.tail).map(|pin| (pin.namespace(), pin.num_blocks()))
     }
 
+    /// The last part; none if nothing matched.
+    pub(super) const fn end(&self) -> Option<&Pin> {
+        self.tail.as_ref()
+    }
+
+    /// What the first part in the most private namespace would continue, while there is none.
+    pub(super) const fn key(&self) -> Option<PrefixKey> {
+        self.key
+    }
+
     /// The part in the most private namespace, if the prefix reaches there.
     fn own_part(&mut self) -> Option<&mut Pin> {
         let last = self.last;

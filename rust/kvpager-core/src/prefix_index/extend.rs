@@ -76,10 +76,15 @@ impl PrefixIndex {
         Ok(done)
     }
 
-    fn check_extend(self: &Arc<Self>, pin: &Pin, tokens: &[u32], blocks: &[BlockHandle]) -> Result<()> {
-        if !Arc::ptr_eq(self, &pin.index) {
-            return Err(Error::invalid("the pin belongs to another index"));
+    pub(super) fn check_own(self: &Arc<Self>, pin: &Pin) -> Result<()> {
+        if Arc::ptr_eq(self, &pin.index) {
+            return Ok(());
         }
+        Err(Error::invalid("the pin belongs to another index"))
+    }
+
+    fn check_extend(self: &Arc<Self>, pin: &Pin, tokens: &[u32], blocks: &[BlockHandle]) -> Result<()> {
+        self.check_own(pin)?;
         let expected = blocks.len() * self.config.block_size as usize;
         if tokens.len() != expected {
             let (num_blocks, num_tokens) = (blocks.len(), tokens.len());

@@ -48,7 +48,10 @@ impl PrefixIndex {
             return Err(format!("{} nodes, {} in the table", live.len(), tree.num_children()));
         }
         for id in live.iter().copied().chain(tree.all_roots()) {
-            if tree.node(id).num_children != num_children[id as usize] {
+            let listed = tree.children_of(id).filter(|&child| tree.node(child).parent == id);
+            let counts =
+                [tree.node(id).num_children as usize, listed.take(tree.num_slots() as usize).count()];
+            if counts != [num_children[id as usize] as usize; 2] {
                 return Err(format!("node {id} counts its children wrongly"));
             }
             if tree.holds(id) < held_children[id as usize] {

@@ -5,7 +5,7 @@ use super::interning::{is_current, unknown};
 use super::learned::History;
 use super::namespace::Namespace;
 use super::roots::PrefixKey;
-use super::tree::Tree;
+use super::tree::{Place, Tree};
 use super::{EvictionPolicy, Learned, Pin, PrefixIndex, lock};
 use crate::error::Result;
 use crate::ids::{BlockHandle, NamespaceId};
@@ -134,16 +134,24 @@ impl PrefixIndex {
         let mut tree = namespace.write_tree();
         let view = self.view();
         let place = tree.walk(&view, start(&tree, key), tokens, blocks);
-        let mut node = place.node;
-        if place.is_partial {
-            node = tree.split(&view, place.node, place.offset);
-            namespace.lock_order().split(place.node, node);
-        }
+        let node = if place.is_partial { self.split(namespace, &mut tree, place) } else { place.node };
         self.hold((id, namespace), &tree, node).map(|held| (held, place.num_blocks))
     }
 
+    /// Splits the node inside which a walk ended; returns the head.
+    pub(super) fn split(&self, namespace: &Namespace, tree: &mut Tree, place: Place) -> u32 {
+        let head = tree.split(&self.view(), place.node, place.offset);
+        namespace.lock_order().split(place.node, head);
+        head
+    }
+
     /// Pins a node of a tree whose lock the caller has.
-    fn hold(&self, (id, namespace): (NamespaceId, &Namespace), tree: &Tree, node: u32) -> Result<Held> {
+    pub(super) fn hold(
+        &self,
+        (id, namespace): (NamespaceId, &Namespace),
+        tree: &Tree,
+        node: u32,
+    ) -> Result<Held> {
         self.check_same(id, namespace)?;
         if !tree.hold_again(node) {
             self.hold_first(namespace, tree, node)?;
@@ -199,7 +207,7 @@ impl PrefixIndex {
         if is_current(id, namespace) { Ok(()) } else { Err(unknown(id)) }
     }
 
-    fn pin(
+    pub(super) fn pin(
         self: &Arc<Self>,
         namespace: NamespaceId,
         held: Held,
@@ -207,7 +215,8 @@ impl PrefixIndex {
         num_blocks: usize,
     ) -> Result<Pin> {
         let Held { node, num_purges } = held;
-        let history = self.history(namespace, tokens, num_blocks)?;
+        let history =
+            if tokens.is_empty() { History::default() } else { self.history(namespace, tokens, num_blocks)? };
         let (index, num_blocks) = (Arc::clone(self), num_blocks as u32);
         Ok(Pin { index, namespace, node, num_blocks, num_purges, is_own_node: false, history })
     }
@@ -246,7 +255,8 @@ impl PrefixIndex {
         } else {
             let mut order = namespace.lock_order();
             let stamp = time.unwrap_or_else(|| self.tick());
-            let class = |below| pin.history.class_at(pin.num_blocks - below);
+            // A pin of a part of a block counts one block, whatever lies above.
+            let class = |below| pin.history.class_at(pin.num_blocks.saturating_sub(below).max(1));
             tree.release_path(pin.node, |id, below| order.enter(id, stamp, class(below)))
         };
         if num_blocks == 0 {
@@ -267,7 +277,7 @@ impl PrefixIndex {
 }
 
 /// A node that was just pinned.
-struct Held {
+pub(super) struct Held {
     node: u32,
     num_purges: u32,
 }

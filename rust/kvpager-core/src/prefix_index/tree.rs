@@ -17,6 +17,11 @@ pub(super) struct Node {
     pub(super) hash: u32,
     /// Nodes whose parent this is.
     pub(super) num_children: u32,
+    /// The child that was added last.
+    first_child: u32,
+    /// The sibling that was added before this one, and the one after.
+    next: u32,
+    previous: u32,
     /// Pins on it, plus its held children. See [`super::holding`].
     pub(super) holds: AtomicU32,
     /// Whether it was used since the hand of `clock` last passed it.
@@ -29,7 +34,19 @@ impl Node {
     /// A node without children and pins.
     pub(super) fn new(blocks: Vec<BlockHandle>, parent: u32, hash: u32) -> Self {
         let (holds, is_referenced, fence) = (AtomicU32::new(0), AtomicBool::new(false), AtomicU64::new(0));
-        Self { blocks, parent, hash, num_children: 0, holds, is_referenced, fence }
+        let (first_child, next, previous) = (NO_NODE, NO_NODE, NO_NODE);
+        Self {
+            blocks,
+            parent,
+            hash,
+            num_children: 0,
+            first_child,
+            next,
+            previous,
+            holds,
+            is_referenced,
+            fence,
+        }
     }
 }
 
@@ -159,7 +176,7 @@ impl Tree {
     pub(super) fn add_child(&mut self, at: &View<'_>, parent: u32, blocks: Vec<BlockHandle>) -> u32 {
         let hash = at.hash.hash(parent, at.row(blocks[0]));
         let id = self.occupy(Node::new(blocks, parent, hash));
-        self.nodes[parent as usize].num_children += 1;
+        self.link_child(id);
         // Relaxed: under the exclusive lock. The parent loses the pin and gains a held child: its count stays.
         self.node(id).holds.store(1, Ordering::Relaxed);
         self.enter(id);
@@ -176,23 +193,26 @@ impl Tree {
     /// pins. Returns the head.
     pub(super) fn split(&mut self, at: &View<'_>, id: u32, offset: usize) -> u32 {
         self.withdraw(id);
+        self.unlink_child(id);
         let node = &mut self.nodes[id as usize];
         debug_assert!(0 < offset && offset < node.blocks.len());
         let tail = node.blocks.split_off(offset);
         let head_blocks = std::mem::replace(&mut node.blocks, tail);
         let (parent, hash) = (node.parent, node.hash);
-        let head = Node { num_children: 1, ..Node::new(head_blocks, parent, hash) };
+        let head = Node::new(head_blocks, parent, hash);
         // Relaxed: under the exclusive lock.
         head.holds.store(u32::from(node.holds.load(Ordering::Relaxed) > 0), Ordering::Relaxed);
         head.is_referenced.store(node.is_referenced.load(Ordering::Relaxed), Ordering::Relaxed);
         head.fence.store(node.fence.load(Ordering::Relaxed), Ordering::Relaxed);
         let head = self.occupy(head);
+        self.link_child(head);
         self.enter(head);
         let first = self.node(id).blocks[0];
         let hash = at.hash.hash(head, at.row(first));
         let node = &mut self.nodes[id as usize];
         node.parent = head;
         node.hash = hash;
+        self.link_child(id);
         self.enter(id);
         head
     }
@@ -210,10 +230,41 @@ impl Tree {
         self.withdraw(id);
         let node = &mut self.nodes[id as usize];
         out.extend(std::mem::take(&mut node.blocks).into_iter().rev());
-        let parent = node.parent;
+        self.unlink_child(id);
         self.vacate(id);
-        self.nodes[parent as usize].num_children -= 1;
         TailTaken { num_blocks, is_removed: true }
+    }
+
+    /// Children of a node, the one added last first.
+    pub(super) fn children_of(&self, parent: u32) -> impl Iterator<Item = u32> + '_ {
+        let some = |id: u32| (id != NO_NODE).then_some(id);
+        std::iter::successors(some(self.node(parent).first_child), move |&id| some(self.node(id).next))
+    }
+
+    /// Enters a node among the children of its parent.
+    fn link_child(&mut self, id: u32) {
+        let parent = self.node(id).parent as usize;
+        self.nodes[parent].num_children += 1;
+        let next = std::mem::replace(&mut self.nodes[parent].first_child, id);
+        let node = &mut self.nodes[id as usize];
+        (node.next, node.previous) = (next, NO_NODE);
+        if next != NO_NODE {
+            self.nodes[next as usize].previous = id;
+        }
+    }
+
+    /// Takes a node out from the children of its parent.
+    fn unlink_child(&mut self, id: u32) {
+        let Node { parent, next, previous, .. } = *self.node(id);
+        self.nodes[parent as usize].num_children -= 1;
+        if previous == NO_NODE {
+            self.nodes[parent as usize].first_child = next;
+        } else {
+            self.nodes[previous as usize].next = next;
+        }
+        if next != NO_NODE {
+            self.nodes[next as usize].previous = previous;
+        }
     }
 
     /// Gives a slot back.

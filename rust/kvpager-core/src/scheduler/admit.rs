@@ -163,7 +163,8 @@ impl Core {
             self.add_growth(&mut growth, &waiting);
             self.compartments[compartment].growth = Some(growth);
         }
-        let sequence = self.start(waiting, pin, reservation, row);
+        let mut sequence = self.start(waiting, pin, reservation, row);
+        self.copy_partial(&mut sequence)?;
         let position = self.insert_running(sequence);
         self.plan_chunk(position, budget)?;
         Ok(Ok(()))

@@ -12,15 +12,17 @@ use super::scopes::find;
 use super::sequence::Sequence;
 use crate::block_pool::Reservation;
 use crate::ids::{BlockHandle, SequenceId};
-use crate::prefix_index::ChainPin;
+use crate::prefix_index::{ChainPin, PartialBlock, Pin};
 use crate::{Error, Result};
 
 /// A copy that the next batch makes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct Copy {
     id: SequenceId,
     from: BlockHandle,
     to: BlockHandle,
+    /// What keeps `from` if it is the index's; else the sequence's own reference does.
+    pin: Option<Pin>,
 }
 
 /// Copies of the step that is being planned. The sources stay held until it is open.
@@ -31,6 +33,11 @@ impl Copies {
     /// How many sequences have left this block for a copy, and still hold it.
     fn num_leaving(&self, block: BlockHandle) -> u32 {
         self.0.iter().filter(|copy| copy.from == block).count() as u32
+    }
+
+    /// Notes a copy from a block of the index.
+    pub(super) fn copy_pinned(&mut self, id: SequenceId, source: PartialBlock, to: BlockHandle) {
+        self.0.push(Copy { id, from: source.block, to, pin: Some(source.pin) });
     }
 
     /// Whether the next batch copies a block of this sequence.
@@ -230,7 +237,7 @@ impl Core {
         let [to] = to;
         sequence.blocks[column] = to;
         self.tables.replace(sequence.row, column as u32, to.id());
-        self.copies.0.push(Copy { id: sequence.id, from, to });
+        self.copies.0.push(Copy { id: sequence.id, from, to, pin: None });
         self.scratch.clear();
         self.scratch.push(to);
         self.note_owner(self.running[position].request.tenant.account);
@@ -259,13 +266,16 @@ impl Core {
     /// are until it closes. Returns whose blocks are copied.
     pub(super) fn settle_copies(&mut self, pairs: &mut Vec<[i32; 2]>) -> Result<Vec<SequenceId>> {
         let mut copied = Vec::new();
-        for Copy { id, from, to } in std::mem::take(&mut self.copies.0) {
+        for Copy { id, from, to, pin } in std::mem::take(&mut self.copies.0) {
             // Who was preempted since has no use for it.
             if self.position(id).is_some_and(|position| self.running[position].blocks.contains(&to)) {
                 pairs.push([from.id().0 as i32, to.id().0 as i32]);
                 copied.push(id);
             }
-            self.pool.release(&[from])?;
+            match pin {
+                Some(pin) => drop(pin),
+                None => self.pool.release(&[from])?,
+            }
         }
         Ok(copied)
     }

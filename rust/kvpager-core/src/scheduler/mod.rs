@@ -21,6 +21,7 @@ mod inbox;
 mod lifecycle;
 mod limits;
 mod open_steps;
+mod partial;
 mod pause;
 mod phases;
 mod plan;

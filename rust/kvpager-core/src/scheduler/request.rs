@@ -52,6 +52,8 @@ pub struct Request {
     pub priority: i32,
     /// Whether the request looks prefixes up and leaves its own blocks in the index.
     pub reuse: bool,
+    /// Whether it also reuses the leading tokens of a block that goes on differently, by a copy.
+    pub partial: bool,
     /// Images, embeddings and the like inside the prompt, in order of offset.
     pub items: Vec<Item>,
     /// A client's bytes that narrow reuse to requests of the tenant with the same ones; public prefixes stay.
@@ -94,6 +96,7 @@ impl Request {
             stop_token_ids: Vec::new(),
             priority: 0,
             reuse: true,
+            partial: false,
             salt: None,
             items: Vec::new(),
             deadline: Deadline { steps: None, seconds: None },

@@ -119,7 +119,7 @@ impl Core {
 }
 
 /// Counts prompt tokens that came from the index after the admission.
-fn note_found(sequence: &mut Sequence, gained: u32) {
+pub(super) fn note_found(sequence: &mut Sequence, gained: u32) {
     let progress = &mut sequence.progress;
     let left = progress.prompt_tokens.saturating_sub(sequence.num_computed);
     progress.cached_tokens += gained.min(left);

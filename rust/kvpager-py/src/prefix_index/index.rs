@@ -12,7 +12,9 @@ use crate::block_pool::PyBlockPool;
 use crate::error::{IntoPyResult, invalid};
 use crate::fork::Home;
 use kvpager_core::block_pool::Quota;
-use kvpager_core::prefix_index::{EventConfig, Extended, Fingerprint, IndexConfig, PrefixIndex, check_items};
+use kvpager_core::prefix_index::{
+    EventConfig, Extended, Fingerprint, IndexConfig, PartialBlock, PrefixIndex, check_items,
+};
 use kvpager_core::{AccountId, BlockHandle};
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -220,6 +222,21 @@ impl PyPrefixIndex {
         let found: kvpager_core::Result<Vec<PyMatch>> =
             py.detach(|| prompts.iter().map(|prompt| self.match_one(place, prompt, whole)).collect());
         found.py()
+    }
+
+    /// The block that follows a match and begins most like `tokens`, with how many of them it has.
+    fn match_partial(
+        &self,
+        pinned: &PyMatch,
+        tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<(PyMatch, usize)>> {
+        let index = self.index()?;
+        let tokens = Tokens::read(tokens, "tokens")?;
+        let tokens = tokens.as_slice()?;
+        let found = pinned.with(|held| held.pin.match_partial(index, tokens))?;
+        Ok(found.map(|PartialBlock { pin, block, num_tokens }| {
+            (self.pinned(Pinned::One(pin), vec![block]), num_tokens)
+        }))
     }
 
     /// What the index compares for a prompt with items: its tokens, each item's id at its offset.

@@ -2,7 +2,7 @@
 
 use super::identity::namespace_id;
 use crate::args::named_int;
-use kvpager_core::prefix_index::{ChainPin, Extended, Pin, PrefixIndex, ScopeChain};
+use kvpager_core::prefix_index::{ChainPin, Extended, PartialBlock, Pin, PrefixIndex, ScopeChain};
 use kvpager_core::{BlockHandle, NamespaceId, Result};
 use pyo3::prelude::*;
 use std::sync::Arc;
@@ -129,6 +129,19 @@ impl Pinned {
         match self {
             Self::One(pin) => index.extend(pin, tokens, blocks),
             Self::Chain(pin) => index.extend_chain(pin, tokens, blocks),
+        }
+    }
+
+    pub(super) fn match_partial(
+        &self,
+        index: &Arc<PrefixIndex>,
+        tokens: &[u32],
+    ) -> Result<Option<PartialBlock>> {
+        match self {
+            Self::One(pin) => index.match_partial(pin, tokens),
+            Self::Chain(_) => Err(kvpager_core::Error::InvalidArgument(
+                "match_partial needs a match of one namespace, not of a chain".into(),
+            )),
         }
     }
 
