@@ -8,7 +8,7 @@ use kvpager_core::block_pool::{BlockPool, PoolConfig, Quota};
 use kvpager_core::prefix_index::{
     EvictionPolicy, Fingerprint, IndexConfig, Isolation, PrefixIndex, ShareScope,
 };
-use kvpager_core::scheduler::{QueueLimits, Sharing, Tenant, TenantConfig};
+use kvpager_core::scheduler::{QueueLimits, Share, Sharing, Tenant, TenantConfig};
 use kvpager_core::{NamespaceId, SequenceId};
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -76,6 +76,7 @@ fn tenant(engine: &Engine, name: &str, isolation: Isolation, blocks: u32) -> Arc
             fingerprint: Fingerprint::default(),
             queue: QueueLimits::NONE,
             sharing: Sharing { isolation, ..Sharing::default() },
+            share: Share::default(),
         })
         .unwrap()
 }
