@@ -1375,8 +1375,8 @@ class Scheduler:
             stop_token_ids: ids that end it; the id itself is part of the output.
             priority: lower runs first, inside the tenant; `ageing_steps` of waiting make up for one class.
             reuse: whether it looks prefixes up and leaves its own blocks in the index.
-            partial: whether it also reuses the leading tokens of a block that goes on differently. The block is
-                in `Batch.block_copies` of its first step.
+            partial: whether it also reuses the leading tokens of a block that goes on differently. The block
+                is in `Batch.block_copies` of its first step.
             deadline_steps: steps after its arrival in which it may run; then it ends, reason `deadline`.
             deadline_seconds: the same in seconds, on the clock of `step`.
             n: sequences that go on from the prompt, with the ids from the returned one on. The prompt is
