@@ -830,8 +830,8 @@ class PrefixIndex:
 
         Returns:
             (a match that pins the block until it is released, how many of its leading tokens agree), or None
-            if no block begins like them. Its `blocks` is that one block. Of the blocks that follow, the 64 that
-            were added last are looked at.
+            if no block begins like them. Its `blocks` is that one block. Of the blocks that follow, the 64
+            that were added last are looked at.
 
         Raises:
             WrongStateError: the match was released.
