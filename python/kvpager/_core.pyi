@@ -1,6 +1,6 @@
 """Type stubs of the compiled core. Held to the built module by a stub test."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal, Self, final
 
 import numpy as np
@@ -1159,6 +1159,29 @@ class PhaseTimes:
         """Spans for which there was no room."""
 
 @final
+class GroupBatch:
+    """The arrays of a batch that each layer group has of its own: views as those of `Batch`."""
+
+    @property
+    def span(self) -> Literal["full", "sliding", "chunked"]:
+        """What its layers see."""
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees at most, its own included; None if it sees all."""
+    @property
+    def slot_mapping(self) -> NDArray[np.int64]:
+        """[T] where each new K and V goes; -1 for padding."""
+    @property
+    def table_rows(self) -> NDArray[np.int32]:
+        """[S] rows in `block_tables`, the same in every group."""
+    @property
+    def table_changes(self) -> NDArray[np.int32]:
+        """[n, 3] entries of `block_tables` that changed since the last batch: (row, column, block id)."""
+    @property
+    def block_tables(self) -> NDArray[np.int32]:
+        """[rows, max_blocks] the group's arena; -1 past the end of a row and before its window."""
+
+@final
 class Batch:
     """One planned step: S sequences (padding included), T tokens, R logit rows.
 
@@ -1209,6 +1232,9 @@ class Batch:
     def block_tables(self) -> NDArray[np.int32]:
         """[rows, max_blocks] the arena of all tables; -1 past the end of a row."""
     @property
+    def groups(self) -> list[GroupBatch]:
+        """What each layer group has of its own; the first one has the arrays of the batch itself."""
+    @property
     def block_copies(self) -> NDArray[np.int32]:
         """[C, 2] (from, to) block ids, to be copied before the forward pass."""
     @property
@@ -1239,6 +1265,11 @@ class Scheduler:
         max_batch_tokens: tokens in a step, at least `max_running`.
         max_running: sequences that run at once.
         max_model_tokens: longest sequence, prompt and output together.
+        layer_groups: what the layers of each group see, as `KvGeometry.layer_groups` begins:
+            `("full", None)`, `("sliding", tokens)`, `("chunked", tokens)`, a query's own token counted. None
+            for one full group. All groups take blocks of one pool; a block out of its group's window is let
+            go while the sequence runs. Anything but one full group excludes an index, a host tier, forks,
+            samples and beams.
         max_waiting: requests that may wait at once, of all tenants.
         max_waiting_tokens: prompt tokens that may wait at once, of all tenants; None for no bound.
         ageing_steps: steps of waiting that make up for one class of priority; 0 if priorities do not matter.
@@ -1276,6 +1307,7 @@ class Scheduler:
         max_batch_tokens: int = 512,
         max_running: int = 64,
         max_model_tokens: int = 8192,
+        layer_groups: Iterable[tuple[str, int | None]] | None = None,
         max_waiting: int = 1024,
         max_waiting_tokens: int | None = None,
         ageing_steps: int = 1024,

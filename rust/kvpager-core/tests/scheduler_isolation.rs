@@ -106,6 +106,7 @@ fn shared_bounds(config: &SchedulerConfig) -> Vec<Bound> {
         policy: _,
         zero_blocks: _,
         overflow: _,
+        layer_groups: _,
     } = config;
     let PoolConfig { num_blocks: _, max_accounts: _, max_open_steps: _ } = PoolConfig::default();
     // Namespaces of salts are bounded by account, see `PrefixIndex::set_max_salts`.

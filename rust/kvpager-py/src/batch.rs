@@ -2,7 +2,8 @@
 
 use crate::scheduler::PyFinishedRequest;
 use kvpager_core::block_tables::TableArena;
-use kvpager_core::scheduler::Batch;
+use kvpager_core::geometry::Span;
+use kvpager_core::scheduler::{Batch, Scheduler};
 use numpy::ndarray::{ArrayView1, ArrayView2};
 use numpy::{Element, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
@@ -13,13 +14,86 @@ use std::sync::Arc;
 #[pyclass(name = "Batch", module = "kvpager._core", frozen)]
 pub(crate) struct PyBatch {
     batch: Batch,
-    arena: Arc<TableArena>,
+    scheduler: Arc<Scheduler>,
 }
 
 impl PyBatch {
-    pub(crate) const fn new(batch: Batch, arena: Arc<TableArena>) -> Self {
-        Self { batch, arena }
+    pub(crate) const fn new(batch: Batch, scheduler: Arc<Scheduler>) -> Self {
+        Self { batch, scheduler }
     }
+
+    fn arena(&self, group: usize) -> &TableArena {
+        &self.scheduler.arenas()[group]
+    }
+}
+
+/// What one layer group has in a batch.
+#[pyclass(name = "GroupBatch", module = "kvpager._core", frozen)]
+pub(crate) struct PyGroupBatch {
+    batch: Py<PyBatch>,
+    group: usize,
+}
+
+#[pymethods]
+impl PyGroupBatch {
+    #[getter]
+    fn slot_mapping<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        let owner = self.batch.bind(py);
+        let arrays = &owner.get().batch.arrays;
+        let slots = match self.group {
+            0 => &arrays.slot_mapping,
+            other => &arrays.groups[other - 1].slot_mapping,
+        };
+        view(owner, slots)
+    }
+
+    #[getter]
+    fn table_rows<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        PyBatch::table_rows(self.batch.bind(py))
+    }
+
+    #[getter]
+    fn table_changes<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray2<i32>> {
+        let owner = self.batch.bind(py);
+        let arrays = &owner.get().batch.arrays;
+        let changes = match self.group {
+            0 => &arrays.table_changes,
+            other => &arrays.groups[other - 1].table_changes,
+        };
+        view_rows(owner, changes)
+    }
+
+    #[getter]
+    fn block_tables<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray2<i32>> {
+        block_tables(self.batch.bind(py), self.group)
+    }
+
+    #[getter]
+    fn span(&self) -> &'static str {
+        self.layer_span().name()
+    }
+
+    #[getter]
+    fn window(&self) -> Option<u64> {
+        self.layer_span().window()
+    }
+}
+
+impl PyGroupBatch {
+    fn layer_span(&self) -> Span {
+        self.batch.get().scheduler.config().layer_groups[self.group]
+    }
+}
+
+fn block_tables<'py>(owner: &Bound<'py, PyBatch>, group: usize) -> Bound<'py, PyArray2<i32>> {
+    let arena = owner.get().arena(group);
+    // SAFETY: the arena has this many entries, never moves, and `owner` keeps it alive. Its entries are
+    // atomics that the engine thread writes; a reader elsewhere sees some whole value of each.
+    let entries = unsafe { ArrayView2::from_shape_ptr(arena.shape(), arena.as_ptr()) };
+    // SAFETY: as above.
+    let array = unsafe { PyArray2::borrow_from_array(&entries, owner.clone().into_any()) };
+    array.readwrite().make_nonwriteable();
+    array
 }
 
 fn view<'py, T: Element>(owner: &Bound<'py, PyBatch>, data: &[T]) -> Bound<'py, PyArray1<T>> {
@@ -111,14 +185,13 @@ impl PyBatch {
 
     #[getter]
     fn block_tables<'py>(slf: &Bound<'py, Self>) -> Bound<'py, PyArray2<i32>> {
-        let arena = &slf.get().arena;
-        // SAFETY: the arena has this many entries, never moves, and `slf` keeps it alive. Its entries are
-        // atomics that the engine thread writes; a reader elsewhere sees some whole value of each.
-        let entries = unsafe { ArrayView2::from_shape_ptr(arena.shape(), arena.as_ptr()) };
-        // SAFETY: as above.
-        let array = unsafe { PyArray2::borrow_from_array(&entries, slf.clone().into_any()) };
-        array.readwrite().make_nonwriteable();
-        array
+        block_tables(slf, 0)
+    }
+
+    #[getter]
+    fn groups(slf: &Bound<'_, Self>) -> Vec<PyGroupBatch> {
+        let num_groups = slf.get().scheduler.arenas().len();
+        (0..num_groups).map(|group| PyGroupBatch { batch: slf.clone().unbind(), group }).collect()
     }
 
     #[getter]

@@ -2,7 +2,7 @@
 
 use crate::args::{int, optional_int};
 use crate::arrays::read_ints;
-use crate::batch::PyBatch;
+use crate::batch::{PyBatch, PyGroupBatch};
 use crate::block_pool::PyBlockPool;
 use crate::error::{IntoPyResult, invalid};
 use crate::fork::Home;
@@ -259,7 +259,7 @@ impl PyScheduler {
 impl PyScheduler {
     #[new]
     #[pyo3(signature = (pool, index=None, *, block_size=16, max_batch_tokens=512, max_running=64,
-        max_model_tokens=8192, max_waiting=1024, max_waiting_tokens=None, ageing_steps=1024,
+        max_model_tokens=8192, layer_groups=None, max_waiting=1024, max_waiting_tokens=None, ageing_steps=1024,
         max_open_steps=1,
         max_prefill_chunk=None, policy="reserve",
         max_bypass=64, max_bypass_steps=4096, max_bypass_seconds=300.0, zero_blocks="on_tenant_change",
@@ -274,6 +274,7 @@ impl PyScheduler {
         #[pyo3(from_py_with = int)] max_batch_tokens: u32,
         #[pyo3(from_py_with = int)] max_running: u32,
         #[pyo3(from_py_with = int)] max_model_tokens: u32,
+        layer_groups: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = int)] max_waiting: u32,
         #[pyo3(from_py_with = optional_int)] max_waiting_tokens: Option<u64>,
         #[pyo3(from_py_with = int)] ageing_steps: u32,
@@ -296,6 +297,7 @@ impl PyScheduler {
         }
         let config = SchedulerConfig {
             block_size,
+            layer_groups: crate::layer_groups::read(layer_groups)?,
             max_batch_tokens,
             max_running,
             max_model_tokens,
@@ -479,7 +481,7 @@ impl PyScheduler {
             Some(now) => self.here()?.step_at(pad_to, now),
             None => self.here()?.step(pad_to),
         };
-        Ok(PyBatch::new(batch.py()?, Arc::clone(self.0.arena())))
+        Ok(PyBatch::new(batch.py()?, Arc::clone(&self.0)))
     }
 
     fn commit(
@@ -559,6 +561,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PySchedulerStats>()?;
     module.add_class::<PySchedulerSnapshot>()?;
     module.add_class::<PyBatch>()?;
+    module.add_class::<PyGroupBatch>()?;
     module.add_class::<PyPhaseTimes>()?;
     module.add_class::<PyScheduler>()
 }

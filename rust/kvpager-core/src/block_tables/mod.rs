@@ -110,11 +110,28 @@ impl BlockTables {
 
     /// Takes a row back and clears it. No open step may still read it.
     pub fn free_row(&mut self, row: u32) {
-        let length = std::mem::take(&mut self.lengths[row as usize]);
-        for column in 0..length {
+        self.clear_row(row);
+        self.free_rows.push(row);
+    }
+
+    /// Clears a row. No open step may still read it.
+    pub fn clear_row(&mut self, row: u32) {
+        for column in 0..std::mem::take(&mut self.lengths[row as usize]) {
+            self.forget(row, column);
+        }
+    }
+
+    /// Makes an empty row begin at a column: entries before it stay -1.
+    pub fn begin_at(&mut self, row: u32, column: u32) {
+        debug_assert_eq!(self.lengths[row as usize], 0);
+        self.lengths[row as usize] = column;
+    }
+
+    /// Takes an entry out that no query sees any more. No open step may still read it.
+    pub fn forget(&mut self, row: u32, column: u32) {
+        if self.arena.get(row as usize, column as usize) != Some(NO_BLOCK) {
             self.store(row, column, NO_BLOCK);
         }
-        self.free_rows.push(row);
     }
 
     /// Adds a block at the end of a row. The caller keeps rows within `max_blocks`.

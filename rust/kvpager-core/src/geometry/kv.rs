@@ -139,14 +139,7 @@ impl KvGeometry {
     /// Blocks, over all groups, that one sequence holds at most on its way to `length` tokens when up to
     /// `chunk` of them are computed in one step.
     pub fn blocks_for_length(&self, length: u64, block_size: u64, chunk: u64) -> u64 {
-        let all = length.div_ceil(block_size);
-        let blocks = |group: &LayerGroup| match group.span {
-            Span::Full => all,
-            // A window that starts anywhere touches one block more than its size; the chunk is written besides.
-            Span::Sliding(window) => all.min((window + chunk.max(1) - 1).div_ceil(block_size) + 1),
-            Span::Chunked(window) => all.min((window + chunk.max(1) - 1).div_ceil(block_size) + 1),
-        };
-        self.groups.iter().map(blocks).sum()
+        self.groups.iter().map(|group| group.span.peak_blocks(length, chunk.max(1), block_size)).sum()
     }
 
     /// The layers of this device that keep something, in order.

@@ -20,6 +20,21 @@ impl Span {
         }
     }
 
+    /// Most blocks that a sequence has at once while `num_tokens` tokens are computed, `ahead` at a time. Not less than
+    /// that is enough, whatever the blocks' phase.
+    pub fn peak_blocks(self, num_tokens: u64, ahead: u64, block_size: u64) -> u64 {
+        let all = num_tokens.div_ceil(block_size);
+        let Some(window) = self.window() else { return all };
+        let seen = window - 1 + ahead;
+        // A chunk that is whole blocks begins with one; other spans may begin and end inside a block.
+        let is_aligned = matches!(self, Self::Chunked(chunk) if chunk.is_multiple_of(block_size));
+        all.min(if is_aligned {
+            seen.div_ceil(block_size)
+        } else {
+            (seen + block_size - 1).div_ceil(block_size)
+        })
+    }
+
     /// The name that is printed.
     pub fn name(self) -> &'static str {
         match self {

@@ -3,17 +3,20 @@
 use super::compartments::{Room, range_of};
 use super::core::Core;
 use super::inbox::Inbox;
+use super::layer_groups::MAX_GROUPS;
 use super::limits::note_admission;
 use super::phases::Phase;
-use super::policy::{AdmissionRequest, AdmissionRoom, Trajectory};
+use super::policy::{AdmissionRequest, AdmissionRoom, OutputLengths, Trajectory};
 use super::queue::Place;
 use super::request::{FinishReason, WaitingRequest};
 use super::samples::extra_blocks;
 use super::scopes::{look_up, peek};
 use super::sequence::Sequence;
 use crate::block_pool::Reservation;
+use crate::geometry::Span;
 use crate::prefix_index::ChainPin;
 use crate::{Error, Result};
+use arrayvec::ArrayVec;
 
 /// Requests behind a blocked head that are looked at.
 const BYPASS_DEPTH: usize = 64;
@@ -250,12 +253,14 @@ impl Core {
         self.recomputed_tokens +=
             u64::from(std::mem::take(&mut progress.lost_tokens).saturating_sub(matched_tokens));
         let mut tokens = std::mem::take(&mut waiting.request.prompt);
-        let longest = progress.prompt_tokens + waiting.request.max_tokens;
+        let prompt_tokens = progress.prompt_tokens;
+        let longest = prompt_tokens + waiting.request.max_tokens;
         let mut blocks = Vec::with_capacity(self.config.blocks_for(longest) as usize);
         tokens.reserve_exact(longest as usize - tokens.len());
         blocks.extend_from_slice(&self.scratch);
         let mut sequence = Sequence::new(waiting.id, waiting.request, tokens, blocks, reservation, row);
         sequence.num_computed = matched_tokens;
+        sequence.layers = self.new_layers(prompt_tokens, longest);
         if sequence.request.n > 1 {
             self.own(sequence.id).num_unforked += sequence.request.n - 1;
             sequence.special_mut().is_unforked = true;
@@ -278,11 +283,13 @@ impl Core {
     /// Adds a waiting request to a forecast.
     fn add_growth(&self, growth: &mut Trajectory, waiting: &WaitingRequest) {
         if self.config.policy.forecasts() {
-            let held = self.config.blocks_for(waiting.request.prompt.len() as u32) as f32;
+            let known = waiting.request.prompt.len() as u32;
             let age = waiting.num_outputs();
             let most = waiting.request.max_tokens - age;
+            let prompt = waiting.progress.prompt_tokens;
+            let held = self.config.known_blocks(known, prompt, waiting.request.max_tokens);
             let lengths = &self.compartments[waiting.request.tenant.compartment].lengths;
-            growth.add(lengths, held, age, most, self.config.block_size as f32);
+            self.add_sequence(growth, lengths, (known, held as f32), age, most);
         }
     }
 
@@ -293,12 +300,34 @@ impl Core {
             let lengths = &self.compartments[compartment].lengths;
             for sequence in self.running_of(compartment).iter().chain(self.parked_of(compartment)) {
                 let age = sequence.num_outputs();
-                let held = sequence.tokens.len() as f32 / self.config.block_size as f32;
+                let known = sequence.tokens.len() as u32;
+                let held = match sequence.layers {
+                    None => known as f32 / self.config.block_size as f32,
+                    Some(_) => sequence.num_held() as f32,
+                };
                 let most = sequence.request.max_tokens - age;
-                growth.add(lengths, held, age, most, self.config.block_size as f32);
+                self.add_sequence(&mut growth, lengths, (known, held), age, most);
             }
         }
         growth
+    }
+
+    /// Adds a sequence of (known tokens, blocks that it holds) to a forecast.
+    fn add_sequence(
+        &self,
+        growth: &mut Trajectory,
+        lengths: &OutputLengths,
+        (known, held): (u32, f32),
+        age: u32,
+        most: u32,
+    ) {
+        let block_size = self.config.block_size as f32;
+        if !self.config.is_grouped() {
+            return growth.add(lengths, held, age, most, block_size);
+        }
+        let room = |span: &Span| span.window().map_or(f32::INFINITY, |w| (w as f32 - known as f32).max(0.0));
+        let rooms: ArrayVec<f32, MAX_GROUPS> = self.config.layer_groups.iter().map(room).collect();
+        growth.add_groups(lengths, held, age, most, block_size, &rooms);
     }
 
     /// Teaches the forecast how far the running sequences have got, and works it out again.

@@ -41,12 +41,27 @@ pub struct BatchArrays {
     pub swap_in: Vec<[i32; 2]>,
     /// `[Z]` block ids to be zeroed before their first write.
     pub block_zeros: Vec<i32>,
+    /// Of the layer groups after the first.
+    pub groups: Vec<GroupArrays>,
     /// Requests that ended outside a commit since the last batch.
     pub finished: Vec<FinishedRequest>,
 }
 
+/// What a layer group after the first has of its own; the other arrays hold for all groups.
+#[derive(Debug, Default)]
+pub struct GroupArrays {
+    /// `[T]` as `BatchArrays::slot_mapping`.
+    pub slot_mapping: Vec<i64>,
+    /// `[n]` as `BatchArrays::table_changes`, of the group's arena.
+    pub table_changes: Vec<TableChange>,
+}
+
 impl BatchArrays {
     fn clear(&mut self) {
+        for group in &mut self.groups {
+            group.slot_mapping.clear();
+            group.table_changes.clear();
+        }
         self.sequence_ids.clear();
         self.query_start.clear();
         self.token_ids.clear();
@@ -105,15 +120,8 @@ impl BatchArrays {
         block_size: u32,
         block_of: impl Fn(usize) -> u32,
     ) {
-        let mut position = start;
         let end = start + tokens.len() as u32;
-        while position < end {
-            let block = i64::from(block_of((position / block_size) as usize));
-            let stop = end.min((position / block_size + 1) * block_size);
-            let base = block * i64::from(block_size) - i64::from(position - position % block_size);
-            self.slot_mapping.extend((position..stop).map(|p| base + i64::from(p)));
-            position = stop;
-        }
+        push_slots(&mut self.slot_mapping, start..end, block_size, block_of);
         self.token_ids.extend(tokens.iter().map(|&token| token as i32));
         self.positions.extend((start..end).map(|p| p as i32));
         self.token_source.resize(self.token_ids.len(), -1);
@@ -129,6 +137,9 @@ impl BatchArrays {
             self.slot_mapping.push(NO_SLOT);
             self.finish_row(PADDING_SEQUENCE, padding_row, 0);
         }
+        for group in &mut self.groups {
+            group.slot_mapping.resize(self.token_ids.len(), NO_SLOT);
+        }
     }
 
     fn finish_row(&mut self, id: u64, row: u32, context_len: i32) {
@@ -136,6 +147,23 @@ impl BatchArrays {
         self.query_start.push(self.token_ids.len() as i32);
         self.context_lens.push(context_len);
         self.table_rows.push(row as i32);
+    }
+}
+
+/// Adds the slots of some positions, whose blocks are found by `block_of(logical block)`.
+pub(super) fn push_slots(
+    slots: &mut Vec<i64>,
+    positions: std::ops::Range<u32>,
+    block_size: u32,
+    block_of: impl Fn(usize) -> u32,
+) {
+    let mut position = positions.start;
+    while position < positions.end {
+        let block = i64::from(block_of((position / block_size) as usize));
+        let stop = positions.end.min((position / block_size + 1) * block_size);
+        let base = block * i64::from(block_size) - i64::from(position - position % block_size);
+        slots.extend((position..stop).map(|p| base + i64::from(p)));
+        position = stop;
     }
 }
 

@@ -71,6 +71,7 @@ impl Core {
             if sequence.num_computed / block_size > sequence.num_indexed {
                 self.index_full_blocks(position, planned.num_tokens)?;
             }
+            self.slide(position)?;
         }
         self.spare_rows = open.rows;
         self.dropped_tokens += outcome.dropped_tokens;

@@ -1,8 +1,10 @@
 //! What a scheduler is made with, checked once.
 
 use super::host_tier::{HostTierConfig, Overflow};
+use super::layer_groups;
 use super::limits::QueueLimits;
 use super::policy::AdmissionPolicy;
+use crate::geometry::Span;
 use crate::{Error, Result};
 
 /// When a block is zeroed before its first write.
@@ -38,6 +40,8 @@ impl ZeroBlocks {
 pub struct SchedulerConfig {
     /// Token positions in a block.
     pub block_size: u32,
+    /// What the layers of each group see; each group has a row of blocks for every sequence.
+    pub layer_groups: Box<[Span]>,
     /// Tokens in a step, decodes and prefill chunks together.
     pub max_batch_tokens: u32,
     /// Sequences that run at once; also the rows of the table arena.
@@ -72,6 +76,7 @@ impl Default for SchedulerConfig {
     fn default() -> Self {
         Self {
             block_size: 16,
+            layer_groups: Box::new([Span::Full]),
             max_batch_tokens: 512,
             max_running: 64,
             max_model_tokens: 8192,
@@ -91,17 +96,10 @@ impl Default for SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// Blocks that hold `num_tokens` positions.
+    /// Blocks of one group that hold `num_tokens` positions.
     #[must_use]
     pub const fn blocks_for(&self, num_tokens: u32) -> u32 {
         num_tokens.div_ceil(self.block_size)
-    }
-
-    /// Blocks of a request over its life. The last sampled token is returned, never computed, and needs no
-    /// slot. This is the one place that says so; admission and growth both use it.
-    #[must_use]
-    pub const fn lifetime_blocks(&self, prompt_tokens: u32, max_tokens: u32) -> u32 {
-        self.blocks_for(prompt_tokens + max_tokens - 1)
     }
 
     /// Checks every limit; all problems come in one message.
@@ -138,6 +136,15 @@ impl SchedulerConfig {
             problems.push(format!(
                 "max_open_steps is {} with a host tier of {} blocks: blocks are moved between steps, one at a time",
                 self.max_open_steps, self.host_tier.num_blocks
+            ));
+        }
+        problems.extend(layer_groups::problem(&self.layer_groups));
+        if self.is_grouped() && self.host_tier.num_blocks > 0 {
+            problems.push(format!(
+                "layer_groups has {} groups that are not one full one, with a host tier of {} blocks: only sequences of \
+                 one full group are moved there",
+                self.layer_groups.len(),
+                self.host_tier.num_blocks
             ));
         }
         problems.extend(self.queue.problem());

@@ -19,7 +19,7 @@ use super::scopes::Published;
 use super::sequence::Sequence;
 use super::swap::Swaps;
 use crate::block_pool::{BlockPool, Reclaim, Reservation};
-use crate::block_tables::BlockTables;
+use crate::block_tables::{BlockTables, TableArena};
 use crate::ids::{AccountId, BlockHandle, SequenceId, StepId};
 use crate::prefix_index::PrefixIndex;
 use crate::{Error, Result};
@@ -35,6 +35,8 @@ pub(super) struct Core {
     pub(super) pool: Arc<BlockPool>,
     pub(super) index: Option<Arc<PrefixIndex>>,
     pub(super) tables: BlockTables,
+    /// Of the layer groups after the first. Rows are taken and given back in `tables`.
+    pub(super) group_tables: Box<[BlockTables]>,
     pub(super) memory: BatchMemory,
     pub(super) queue: Queue,
     /// In order of id, which is order of compartment, then of arrival.
@@ -96,8 +98,10 @@ impl Core {
         config: SchedulerConfig,
     ) -> Result<Self> {
         let max_blocks = config.blocks_for(config.max_model_tokens) as usize;
+        let new_tables = || BlockTables::new(config.max_running as usize, max_blocks);
         Ok(Self {
-            tables: BlockTables::new(config.max_running as usize, max_blocks)?,
+            tables: new_tables()?,
+            group_tables: (1..config.layer_groups.len()).map(|_| new_tables()).collect::<Result<_>>()?,
             last_owner: vec![NO_OWNER; pool.num_blocks() as usize],
             index,
             memory: BatchMemory::default(),
@@ -124,7 +128,7 @@ impl Core {
             now: f64::NEG_INFINITY,
             ended: Vec::new(),
             spare_rows: Vec::with_capacity(config.max_running as usize),
-            scratch: Vec::with_capacity(max_blocks),
+            scratch: Vec::with_capacity(max_blocks * config.layer_groups.len()),
             zeros: Vec::new(),
             places: Vec::new(),
             phases: Phases::default(),
@@ -231,9 +235,7 @@ impl Core {
         self.own(sequence.id).num_unforked -= sequence.request.n - 1;
         self.queue.note_end(sequence.request.tenant.index);
         self.let_pin_go(sequence);
-        let own = sequence.blocks.split_off(sequence.num_indexed as usize);
-        sequence.blocks.clear();
-        self.pool.release(&own)
+        self.pool.release(&sequence.take_own_blocks())
     }
 
     /// Gives a sequence the blocks that cover `num_tokens` positions. `Ok(Err(error))` says what is short: the
@@ -248,43 +250,69 @@ impl Core {
         {
             return Ok(Err(short));
         }
-        let sequence = &mut self.running[position];
-        let have = sequence.blocks.len();
-        let missing = (self.config.blocks_for(num_tokens) as usize).saturating_sub(have);
+        let sequence = &self.running[position];
+        if sequence.layers.is_some() {
+            return self.grow_groups(position, num_tokens);
+        }
+        let missing = (self.config.blocks_for(num_tokens) as usize).saturating_sub(sequence.blocks.len());
         if missing == 0 {
             return Ok(Ok(()));
         }
+        if let Err(short) = self.draw_blocks(position, missing)? {
+            return Ok(Err(short));
+        }
+        let sequence = &mut self.running[position];
+        for &block in &self.scratch {
+            sequence.blocks.push(block);
+            self.tables.append(sequence.row, block.id());
+        }
+        let account = sequence.request.tenant.account;
+        self.note_drawn(account);
+        Ok(Ok(()))
+    }
+
+    /// Draws blocks on what is promised to a sequence into `scratch`, and promises more if that is short. `Ok(Err(error))`
+    /// as in `grow`.
+    pub(super) fn draw_blocks(
+        &mut self,
+        position: usize,
+        count: usize,
+    ) -> Result<std::result::Result<(), Error>> {
+        let sequence = &mut self.running[position];
         let promised = sequence.reservation.num_blocks() as usize;
         self.scratch.clear();
-        self.scratch.resize(missing, BlockHandle::from_bits(0));
-        let more = missing.saturating_sub(promised) as u32;
+        self.scratch.resize(count, BlockHandle::from_bits(0));
+        let more = count.saturating_sub(promised) as u32;
         let drawn = if more > 0 { sequence.reservation.grow(more) } else { Ok(()) };
         self.keep_within_limit(&self.running[position].request.tenant)?;
         let sequence = &mut self.running[position];
         match drawn.and_then(|()| draw(self.index.as_deref(), &mut sequence.reservation, &mut self.scratch)) {
-            Ok(()) => {}
+            Ok(()) => Ok(Ok(())),
             Err(
                 error @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. } | Error::NeedsReclaim { .. }),
-            ) => {
-                return Ok(Err(error));
-            }
-            Err(error) => return Err(error),
+            ) => Ok(Err(error)),
+            Err(error) => Err(error),
         }
-        for &block in &self.scratch {
-            sequence.blocks.push(block);
-            self.tables.append(sequence.row, block.id());
-            let account = sequence.request.tenant.account.0;
-            let owner = std::mem::replace(&mut self.last_owner[block.id().0 as usize], account);
+    }
+
+    /// Notes who has the blocks in `scratch` now, and which of them must be zeroed.
+    pub(super) fn note_drawn(&mut self, account: AccountId) {
+        for block in &self.scratch {
+            let owner = std::mem::replace(&mut self.last_owner[block.id().0 as usize], account.0);
             let zero = match self.config.zero_blocks {
                 ZeroBlocks::Never => false,
                 ZeroBlocks::Always => true,
-                ZeroBlocks::OnTenantChange => owner != NO_OWNER && owner != account,
+                ZeroBlocks::OnTenantChange => owner != NO_OWNER && owner != account.0,
             };
             if zero {
                 self.zeros.push(block.id().0 as i32);
             }
         }
-        Ok(Ok(()))
+    }
+
+    /// The memory of each layer group's tables.
+    pub(super) fn arenas(&self) -> impl Iterator<Item = &Arc<TableArena>> {
+        std::iter::once(&self.tables).chain(&self.group_tables).map(BlockTables::arena)
     }
 
     /// Notes who has the blocks in `scratch` now. They need no zeroing: all of them is about to be written.

@@ -120,6 +120,7 @@ impl Core {
         let Some(special) = &sequence.special else { return Ok(0) };
         let mut count = (special.drafts.len() as u32).min(budget.saturating_sub(1 + left));
         let end = sequence.frontier() + 1;
+        count = count.min(self.promised_end(sequence).saturating_sub(end));
         if count > 0 && self.grow(position, end + count)?.is_err() {
             let room = self.running[position].blocks.len() as u32 * self.config.block_size;
             count = count.min(room.saturating_sub(end));

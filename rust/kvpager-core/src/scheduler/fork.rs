@@ -60,6 +60,7 @@ impl Scheduler {
         if count == 0 {
             return Err(Error::invalid("a fork makes 0 sequences, must be at least 1"));
         }
+        self.config.check_forks()?;
         if self.inbox.is_draining() {
             return Err(Error::refused("the scheduler is being drained and accepts nothing"));
         }

@@ -16,8 +16,10 @@ mod core;
 mod deadlines;
 mod drafts;
 mod fork;
+mod group_blocks;
 mod host_tier;
 mod inbox;
+mod layer_groups;
 mod lifecycle;
 mod limits;
 mod open_steps;
@@ -39,7 +41,7 @@ mod special;
 mod swap;
 mod tenant;
 
-pub use batch::{Batch, BatchArrays, NO_SLOT, PADDING_SEQUENCE};
+pub use batch::{Batch, BatchArrays, GroupArrays, NO_SLOT, PADDING_SEQUENCE};
 pub use commit::CommitOutcome;
 pub use compartments::Share;
 pub use config::{SchedulerConfig, ZeroBlocks};
@@ -128,7 +130,8 @@ pub struct Scheduler {
     config: SchedulerConfig,
     pool: Arc<BlockPool>,
     index: Option<Arc<PrefixIndex>>,
-    arena: Arc<TableArena>,
+    /// Of each layer group.
+    arenas: Box<[Arc<TableArena>]>,
     host_pool: Option<Arc<BlockPool>>,
     inbox: Inbox,
     tenants: Mutex<Vec<Arc<Tenant>>>,
@@ -180,10 +183,18 @@ impl Scheduler {
                 index.config().block_size
             )));
         }
+        if let Some(index) = index.as_ref().filter(|_| config.is_grouped()) {
+            return Err(Error::invalid(format!(
+                "layer_groups has {} groups that are not one full one, with an index over {} blocks: only sequences of \
+                 one full group are reused",
+                config.layer_groups.len(),
+                index.pool().num_blocks()
+            )));
+        }
         let core = Core::new(Arc::clone(&pool), index.clone(), config.clone())?;
         Ok(Self {
             id: NEXT_SCHEDULER.fetch_add(1, Ordering::Relaxed),
-            arena: Arc::clone(core.tables.arena()),
+            arenas: core.arenas().map(Arc::clone).collect(),
             host_pool: core.host.as_ref().map(|host| Arc::clone(host.pool())),
             inbox: Inbox::new(config.queue),
             common_running: AtomicU32::new(config.max_running),
@@ -226,10 +237,16 @@ impl Scheduler {
         self.host_pool.as_ref()
     }
 
-    /// The memory of its block tables.
+    /// The memory of the first layer group's block tables.
     #[must_use]
-    pub const fn arena(&self) -> &Arc<TableArena> {
-        &self.arena
+    pub fn arena(&self) -> &Arc<TableArena> {
+        &self.arenas[0]
+    }
+
+    /// The memory of each layer group's block tables. A sequence has the same row in all of them.
+    #[must_use]
+    pub const fn arenas(&self) -> &[Arc<TableArena>] {
+        &self.arenas
     }
 
     /// Adds a tenant with its quota in the pool and its namespace in the index.

@@ -6,6 +6,7 @@
 
 use super::core::Core;
 use crate::block_pool::StepEpoch;
+use crate::block_tables::BlockTables;
 use crate::ids::{SequenceId, StepId};
 use crate::{Error, Result};
 
@@ -88,11 +89,12 @@ impl Core {
             }
         }
         let first_open = self.open.front().map_or(u64::MAX, |open| open.id.0);
-        let (tables, compartments) = (&mut self.tables, &mut self.compartments);
+        let (tables, group_tables) = (&mut self.tables, &mut self.group_tables);
+        let compartments = &mut self.compartments;
         self.retired_rows.retain(|&(step, row, compartment)| {
             let stays = step.0 >= first_open;
             if !stays {
-                tables.free_row(row);
+                clear_row(tables, group_tables, row);
                 compartments[compartment].num_retired -= 1;
             }
             stays
@@ -107,7 +109,7 @@ impl Core {
                 self.retired_rows.push((newest.id, row, compartment));
                 self.compartments[compartment].num_retired += 1;
             }
-            None => self.tables.free_row(row),
+            None => clear_row(&mut self.tables, &mut self.group_tables, row),
         }
     }
 
@@ -141,4 +143,10 @@ impl Core {
             }
         }
     }
+}
+
+/// Gives a row back in the first layer group's tables, and clears it in the others'.
+fn clear_row(tables: &mut BlockTables, others: &mut [BlockTables], row: u32) {
+    tables.free_row(row);
+    others.iter_mut().for_each(|tables| tables.clear_row(row));
 }

@@ -1,6 +1,6 @@
 //! One turn: decide what runs (decodes, prefill chunks, admissions), then write the batch.
 
-use super::batch::{Batch, BatchArrays};
+use super::batch::{Batch, BatchArrays, GroupArrays, push_slots};
 use super::compartments::{base_id, compartment_of, range_of};
 use super::core::Core;
 use super::inbox::Inbox;
@@ -175,7 +175,8 @@ impl Core {
     pub(super) fn plan_chunk(&mut self, position: usize, budget: &mut u32) -> Result<()> {
         let sequence = &self.running[position];
         let limit = if self.config.max_prefill_chunk == 0 { u32::MAX } else { self.config.max_prefill_chunk };
-        let num_tokens = sequence.remaining().min(*budget).min(limit);
+        let room = self.promised_end(sequence).saturating_sub(sequence.frontier());
+        let num_tokens = sequence.remaining().min(*budget).min(limit).min(room);
         let end = sequence.frontier() + num_tokens;
         if num_tokens > 0 && self.grow(position, end)?.is_ok() {
             let sequence = &mut self.running[position];
@@ -219,6 +220,9 @@ impl Core {
             self.write_others(arrays, rows, &mut service);
         }
         service.settle(&mut self.queue);
+        if self.config.is_grouped() {
+            self.write_groups(arrays, rows);
+        }
         self.tables.drain_changes(&mut arrays.table_changes);
         arrays.block_zeros.append(&mut self.zeros);
         arrays.swap_out.append(&mut self.swaps.outgoing);
@@ -264,6 +268,26 @@ impl Core {
     }
 }
 
+impl Core {
+    /// Writes the slots of the layer groups after the first, row by row, and the changes of their tables.
+    fn write_groups(&mut self, arrays: &mut BatchArrays, rows: &[PlannedRow]) {
+        let block_size = self.config.block_size;
+        arrays.groups.resize_with(self.group_tables.len(), GroupArrays::default);
+        for row in rows {
+            let sequence = &self.running[row.position as usize];
+            let Some(layers) = &sequence.layers else { continue };
+            let end = sequence.frontier();
+            for (group, blocks) in arrays.groups.iter_mut().zip(&layers.rest) {
+                let block_of = |logical: usize| blocks.block(logical as u32).id().0;
+                push_slots(&mut group.slot_mapping, end - row.num_tokens..end, block_size, block_of);
+            }
+        }
+        for (group, tables) in arrays.groups.iter_mut().zip(&mut self.group_tables) {
+            tables.drain_changes(&mut group.table_changes);
+        }
+    }
+}
+
 /// Service of consecutive sequences of one tenant, charged at once: tokens computed and blocks held.
 #[derive(Default)]
 struct Service {
@@ -278,7 +302,7 @@ impl Service {
             self.settle(queue);
             self.tenant = tenant;
         }
-        self.amount += u64::from(sequence.num_planned) + sequence.blocks.len() as u64;
+        self.amount += u64::from(sequence.num_planned) + sequence.num_held() as u64;
     }
 
     fn settle(&mut self, queue: &mut Queue) {

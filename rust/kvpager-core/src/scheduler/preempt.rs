@@ -69,7 +69,8 @@ impl Core {
             }
             let sequence = &self.running[position];
             let tenant = &sequence.request.tenant;
-            let missing = self.config.blocks_for(end).saturating_sub(sequence.blocks.len() as u32);
+            let columns = self.config.blocks_for(end).saturating_sub(sequence.blocks.len() as u32);
+            let missing = columns * self.config.layer_groups.len() as u32;
             let asker =
                 Asker { id, tenant: tenant.index, account: tenant.account, short: &short, residency: None };
             let room = self.make_room(&asker, missing)?;
@@ -81,7 +82,7 @@ impl Core {
                     self.own(id).is_pressed = !self.open.is_empty();
                     let sequence = &mut self.running[position];
                     let account = sequence.request.tenant.account;
-                    if self.config.blocks_for(end) > self.pool.reachable(account)? {
+                    if self.config.grown_blocks(end) > self.pool.reachable(account)? {
                         sequence.ending = Some(FinishReason::Capacity);
                     }
                     return Ok(false);
@@ -184,7 +185,7 @@ impl Core {
         };
         let was_victim = sequence.progress.preemptions > 0;
         let rested = self.now - sequence.resumed_at >= 0.5;
-        let merit = if swaps { sequence.blocks.len() as u64 } else { sequence.id.0 };
+        let merit = if swaps { sequence.num_held() as u64 } else { sequence.id.0 };
         let rank = (above, sequence.parked.is_some(), swaps && rested, swaps && was_victim, merit);
         if above > 0 && best.is_none_or(|(most, _)| rank > most) {
             *best = Some((rank, victim));

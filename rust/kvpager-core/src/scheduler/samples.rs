@@ -41,6 +41,7 @@ pub(super) fn check_samples(
     if n == 0 {
         return Err(Error::invalid("n is 0, must be at least 1"));
     }
+    config.check_forks()?;
     if n > max_running {
         return Err(Error::refused(format!("{n} samples, and {max_running} sequences may run at once")));
     }
@@ -80,6 +81,7 @@ impl Scheduler {
         if let Some(i) = tokens.iter().position(|&token| token < 0) {
             return Err(Error::invalid(format!("tokens[{i}] is {}, must be at least 0", tokens[i])));
         }
+        self.config.check_forks()?;
         self.enter()?.reorder(sequences, parents, tokens)
     }
 }

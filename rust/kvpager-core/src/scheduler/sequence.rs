@@ -1,5 +1,6 @@
 //! One running sequence: its tokens, its blocks and what is promised to it.
 
+use super::group_blocks::LayerBlocks;
 use super::open_steps::PlannedRow;
 use super::request::{FinishReason, FinishedRequest, Progress, Request, WaitingRequest, account};
 use super::special::Special;
@@ -42,6 +43,8 @@ pub(super) struct Sequence {
     /// Logical to physical. `blocks[..num_indexed]` belong to the index and are held by `pin`; the rest is ours.
     pub(super) blocks: Vec<BlockHandle>,
     pub(super) num_indexed: u32,
+    /// In models with more than one full layer group: the other groups' blocks, and where each group begins.
+    pub(super) layers: Option<Box<LayerBlocks>>,
     /// Deepest indexed node of our tokens; `None` if the request takes no part in reuse.
     pub(super) pin: Option<ChainPin>,
     pub(super) reservation: Reservation,
@@ -86,6 +89,7 @@ impl Sequence {
             source: -1,
             blocks,
             num_indexed: 0,
+            layers: None,
             pin: None,
             reservation,
             row,

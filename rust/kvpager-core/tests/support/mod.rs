@@ -1,5 +1,6 @@
 //! An engine for tests: a "model" whose KV of a position is a hash of all tokens up to it, so that a slot
-//! which holds anything else is seen the moment it is read.
+//! which holds anything else is seen the moment it is read. Each layer group has KV of its own, and its queries read no
+//! more than it sees.
 
 #![allow(
     dead_code,
@@ -10,6 +11,7 @@
 )]
 
 use kvpager_core::block_pool::{BlockPool, PoolConfig};
+use kvpager_core::geometry::Span;
 use kvpager_core::prefix_index::{EvictionPolicy, Fingerprint, IndexConfig, PrefixIndex};
 use kvpager_core::scheduler::{
     AdmissionPolicy, Batch, BatchArrays, FinishedRequest, PADDING_SEQUENCE, QueueLimits, Request, Scheduler,
@@ -76,11 +78,26 @@ pub fn config(block_size: u32) -> SchedulerConfig {
     }
 }
 
-/// "KV" of a position: the hash of all tokens up to it, and the token itself.
+/// "KV" of a position: the hash of all tokens up to it, other in each layer group, and the token itself.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
     hash: u64,
     token: u32,
+}
+
+impl Slot {
+    fn of(group: usize, hash: u64, token: u32) -> Self {
+        Self { hash: hash ^ (group as u64).wrapping_mul(0xd6e8_feb8_6659_fd93), token }
+    }
+}
+
+/// The first position that a query sees, written down once more.
+pub fn first_seen(span: Span, position: usize) -> usize {
+    match span {
+        Span::Full => 0,
+        Span::Sliding(window) => (position + 1).saturating_sub(window as usize),
+        Span::Chunked(chunk) => position / chunk as usize * chunk as usize,
+    }
 }
 
 /// A step that the "device" has run and nobody has committed yet.
@@ -88,6 +105,8 @@ pub struct Flight {
     pub batch: Batch,
     pub token_start: Vec<i32>,
     pub tokens: Vec<i32>,
+    /// (group, row, column, block id) that its queries read.
+    seen: Vec<(usize, usize, usize, i32)>,
 }
 
 pub struct Engine {
@@ -103,6 +122,10 @@ pub struct Engine {
     /// Account that last wrote each block, to check what is zeroed.
     writer: Vec<Option<SequenceId>>,
     block_size: usize,
+    /// Tokens computed of each sequence, for models in which no group keeps all.
+    histories: HashMap<u64, Vec<u32>>,
+    /// What the last step read of the tables: see `Flight::seen`.
+    seen: Vec<(usize, usize, usize, i32)>,
     /// What the last step sampled, by its `sample_rows`.
     last_samples: Vec<u32>,
     pub flights: VecDeque<Flight>,
@@ -128,6 +151,8 @@ impl Engine {
             finished: HashMap::new(),
             outputs: HashMap::new(),
             block_size,
+            histories: HashMap::new(),
+            seen: Vec::new(),
             last_samples: Vec::new(),
             flights: VecDeque::new(),
         }
@@ -159,25 +184,40 @@ impl Engine {
     /// The "forward pass": checks every slot that a query sees, writes the new ones, samples.
     pub fn run(&mut self, batch: &Batch) -> (Vec<i32>, Vec<i32>) {
         let arrays = &batch.arrays;
-        let arena = Arc::clone(self.scheduler.arena());
+        let arenas = self.scheduler.arenas().to_vec();
+        let spans = self.scheduler.config().layer_groups.clone();
         self.move_blocks(arrays);
+        self.seen.clear();
         let (mut token_start, mut tokens) = (vec![0], Vec::new());
         let previous = std::mem::take(&mut self.last_samples);
         for row in 0..arrays.sequence_ids.len() {
             let range = arrays.query_start[row] as usize..arrays.query_start[row + 1] as usize;
             if arrays.sequence_ids[row] == PADDING_SEQUENCE {
                 assert_eq!(arrays.context_lens[row], 0);
-                assert!(arrays.slot_mapping[range].iter().all(|&slot| slot == -1));
+                assert!(arrays.slot_mapping[range.clone()].iter().all(|&slot| slot == -1));
+                let others = arrays.groups.iter().map(|group| &group.slot_mapping[range.clone()]);
+                assert!(others.flatten().all(|&slot| slot == -1));
                 token_start.push(tokens.len() as i32);
                 continue;
             }
             let table_row = arrays.table_rows[row] as usize;
-            let slot_of = |position: usize| {
-                let block = arena.get(table_row, position / self.block_size).unwrap();
-                assert!(block >= 0, "position {position} has no block");
-                block as usize * self.block_size + position % self.block_size
+            let block_size = self.block_size;
+            let slot_in = |group: usize, position: usize| {
+                let block = arenas[group].get(table_row, position / block_size).unwrap();
+                assert!(block >= 0, "position {position} has no block in group {group}");
+                block as usize * block_size + position % block_size
             };
-            let mut hash = self.read(arrays.positions[range.start] as usize, slot_of);
+            let slot_of = |position: usize| slot_in(0, position);
+            let first = arrays.positions[range.start] as usize;
+            let history = self.history(arrays.sequence_ids[row], first, spans[0], slot_of);
+            for (group, &span) in spans.iter().enumerate() {
+                self.check_window(group, first_seen(span, first), &history, |p| slot_in(group, p));
+                let columns = first_seen(span, first) / block_size
+                    ..=arrays.positions[range.end - 1] as usize / block_size;
+                let entry = |c| (group, table_row, c, arenas[group].get(table_row, c).unwrap());
+                self.seen.extend(columns.map(entry));
+            }
+            let mut hash = prefix_hash(&history);
             let before = tokens.len();
             for index in range.clone() {
                 let position = arrays.positions[index] as usize;
@@ -191,7 +231,15 @@ impl Engine {
                 let follows =
                     index == range.start || tokens.len() == before || tokens.last() == Some(&(token as i32));
                 hash = mix(hash, token);
-                self.kv[slot_of(position)] = Some(Slot { hash, token });
+                for group in 0..spans.len() {
+                    self.kv[slot_in(group, position)] = Some(Slot::of(group, hash, token));
+                }
+                for (i, group) in arrays.groups.iter().enumerate() {
+                    assert_eq!(group.slot_mapping[index] as usize, slot_in(i + 1, position));
+                }
+                if spans[0] != Span::Full {
+                    self.histories.entry(arrays.sequence_ids[row]).or_default().push(token);
+                }
                 for number in 0..arrays.sample_rows.iter().filter(|&&row| row == index as i32).count() {
                     let sample = next_token(hash.wrapping_add(number as u64));
                     self.last_samples.push(sample);
@@ -214,15 +262,29 @@ impl Engine {
         (token_start, tokens)
     }
 
-    /// Reads all that a query at `first` sees: every slot must follow from the one before it.
-    fn read(&self, first: usize, slot_of: impl Fn(usize) -> usize) -> u64 {
-        let mut hash = 0x5eed;
-        for position in 0..first {
-            let slot = self.kv[slot_of(position)].expect("a slot is read that was never written");
-            hash = mix(hash, slot.token);
-            assert_eq!(slot.hash, hash, "position {position} holds another sequence's KV");
+    /// The tokens before position `first`: read from the first group if it keeps all, every slot following from the
+    /// one before it; else remembered from the batches.
+    fn history(&mut self, id: u64, first: usize, span: Span, slot_of: impl Fn(usize) -> usize) -> Vec<u32> {
+        if span != Span::Full {
+            let history = self.histories.entry(id).or_default();
+            assert!(history.len() >= first, "sequence {id} skips from {} to {first}", history.len());
+            history.truncate(first);
+            return history.clone();
         }
-        hash
+        let read =
+            |position| self.kv[slot_of(position)].expect("a slot is read that was never written").token;
+        (0..first).map(read).collect()
+    }
+
+    /// Every slot of a group from `from` on to the end of what is there holds KV of exactly these tokens.
+    fn check_window(&self, group: usize, from: usize, history: &[u32], slot_of: impl Fn(usize) -> usize) {
+        let mut hash = prefix_hash(&history[..from.min(history.len())]);
+        for (position, &token) in history.iter().enumerate().skip(from) {
+            hash = mix(hash, token);
+            let slot = self.kv[slot_of(position)].expect("a slot is read that was never written");
+            let expected = Slot::of(group, hash, token).hash;
+            assert_eq!(slot.hash, expected, "position {position} of group {group} holds other KV");
+        }
     }
 
     /// What a batch moves before its forward pass, in the order of the stream.
@@ -269,7 +331,8 @@ impl Engine {
         self.note(batch.arrays.finished.iter().cloned());
         let (token_start, tokens) = self.run(&batch);
         let num_tokens = batch.arrays.token_ids.len();
-        self.flights.push_back(Flight { batch, token_start, tokens });
+        let seen = std::mem::take(&mut self.seen);
+        self.flights.push_back(Flight { batch, token_start, tokens, seen });
         self.check();
         num_tokens
     }
@@ -277,6 +340,10 @@ impl Engine {
     /// Commits the oldest step.
     pub fn land(&mut self) -> u64 {
         let flight = self.flights.pop_front().unwrap();
+        for &(group, row, column, block) in &flight.seen {
+            let now = self.scheduler.arenas()[group].get(row, column).unwrap();
+            assert_eq!(now, block, "an entry that an open step reads was overwritten");
+        }
         let outcome =
             self.scheduler.commit(flight.batch.step_id, &flight.token_start, &flight.tokens).unwrap();
         self.note(outcome.finished);
@@ -397,8 +464,10 @@ fn check_moves(arrays: &BatchArrays) {
     assert!(disjoint(&out_from, &in_to), "a block that is swapped out is written by the same step");
     assert!(disjoint(&in_to, &copy_from) && disjoint(&arrays.block_zeros, &copy_from));
     let block_of = |slot: &i64| (*slot >= 0).then_some(*slot);
-    let written: HashSet<i64> = arrays.slot_mapping.iter().filter_map(block_of).collect();
-    assert_eq!(written.len(), arrays.slot_mapping.iter().filter_map(block_of).count());
+    let groups = arrays.groups.iter().flat_map(|group| &group.slot_mapping);
+    let slots: Vec<i64> = arrays.slot_mapping.iter().chain(groups).filter_map(block_of).collect();
+    let written: HashSet<i64> = slots.iter().copied().collect();
+    assert_eq!(written.len(), slots.len());
 }
 
 pub fn request(tenant: &Arc<Tenant>, prompt: &[u32], max_tokens: u32) -> Request {

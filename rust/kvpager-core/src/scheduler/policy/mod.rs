@@ -95,11 +95,12 @@ impl AdmissionPolicy {
 
     /// Blocks that the request must reserve to be admitted, beyond those it has pinned.
     #[must_use]
-    pub const fn blocks_to_reserve(self, config: &SchedulerConfig, request: AdmissionRequest) -> u32 {
+    pub fn blocks_to_reserve(self, config: &SchedulerConfig, request: AdmissionRequest) -> u32 {
         match self {
             Self::Reserve => reserve::blocks_to_reserve(config, request),
             Self::Watermark { .. } | Self::Forecast(_) => {
-                config.blocks_for(request.known_tokens) - request.pinned_blocks
+                let AdmissionRequest { known_tokens, prompt_tokens, max_tokens, pinned_blocks } = request;
+                config.known_blocks(known_tokens, prompt_tokens, max_tokens) - pinned_blocks
             }
         }
     }

@@ -34,6 +34,30 @@ impl Trajectory {
         self.squares += lengths.squares(age).min(most * most) / (block_size * block_size);
     }
 
+    /// [`Trajectory::add`] over layer groups, of which each grows for so many `rooms` tokens at most: what leaves a
+    /// window makes room for what enters it.
+    pub(in crate::scheduler) fn add_groups(
+        &mut self,
+        lengths: &OutputLengths,
+        held: f32,
+        age: u32,
+        most: u32,
+        block_size: f32,
+        rooms: &[f32],
+    ) {
+        let survival = lengths.survival(age);
+        let most = most as f32;
+        let grown = |tokens: f32| rooms.iter().map(|room| tokens.min(*room)).sum::<f32>() / block_size;
+        for k in 0..NUM_HORIZONS {
+            let goes_on = if HORIZONS[k] < most { survival[k] } else { 0.0 };
+            let blocks = held + grown(HORIZONS[k]);
+            self.mean[k] += blocks * goes_on;
+            self.variance[k] += blocks * blocks * goes_on * (1.0 - goes_on);
+        }
+        self.held += held;
+        self.squares += grown(lengths.squares(age).min(most * most).sqrt()).powi(2);
+    }
+
     /// Most blocks that the set takes beyond those of now, at so many standard deviations above the mean; at least
     /// 0.
     #[must_use]
@@ -62,6 +86,23 @@ mod tests {
         let growth = sure.peak_growth(0.0);
         assert!((0.0..=100.0 / 16.0).contains(&growth), "{growth}");
         assert_eq!(Trajectory::default().peak_growth(3.0), 0.0);
+    }
+
+    #[test]
+    fn a_full_window_grows_no_more() {
+        let lengths = OutputLengths::default();
+        let of = |rooms: &[f32]| {
+            let mut growth = Trajectory::default();
+            growth.add_groups(&lengths, 10.0, 0, 10_000, 16.0, rooms);
+            (growth.peak_growth(1.0), growth.spread())
+        };
+        let mut plain = Trajectory::default();
+        plain.add(&lengths, 10.0, 0, 10_000, 16.0);
+        assert_eq!(of(&[f32::INFINITY]), (plain.peak_growth(1.0), plain.spread()));
+        assert_eq!(of(&[f32::INFINITY, 0.0]), of(&[f32::INFINITY]));
+        assert_eq!(of(&[0.0, 0.0]).1, 0.0);
+        assert!(of(&[f32::INFINITY, 64.0]) > of(&[f32::INFINITY]));
+        assert!(of(&[f32::INFINITY, 64.0]).1 <= of(&[f32::INFINITY]).1 + 4.0);
     }
 
     #[test]

@@ -4,6 +4,6 @@ use super::AdmissionRequest;
 use crate::scheduler::config::SchedulerConfig;
 
 /// Prompt and maximum output, less the blocks that are pinned already.
-pub(super) const fn blocks_to_reserve(config: &SchedulerConfig, request: AdmissionRequest) -> u32 {
+pub(super) fn blocks_to_reserve(config: &SchedulerConfig, request: AdmissionRequest) -> u32 {
     config.lifetime_blocks(request.prompt_tokens, request.max_tokens) - request.pinned_blocks
 }

@@ -1,0 +1,206 @@
+//! The blocks of a sequence in models with more than one full layer group.
+//!
+//! Every group of a sequence ends at the same block and begins where its own window does. A block that leaves the
+//! window is *spare*: no query sees it any more, those of open steps included, because they come after what is
+//! committed. So it is overwritten by the next growth of any group, without a call to the pool, and what is promised to
+//! a sequence circulates in it.
+
+use super::core::Core;
+use super::layer_groups::first_visible;
+use super::sequence::Sequence;
+use crate::ids::BlockHandle;
+use crate::{Error, Result};
+use std::collections::VecDeque;
+
+/// What the first group's blocks in `Sequence::blocks` do not say.
+#[derive(Debug)]
+pub(super) struct LayerBlocks {
+    /// Leading blocks of the first group that it has let go. They stay in `Sequence::blocks` and mean nothing.
+    pub(super) first: u32,
+    /// The other groups, in order.
+    pub(super) rest: Box<[GroupBlocks]>,
+    /// Blocks that left a window, for the next growth.
+    pub(super) spare: Vec<BlockHandle>,
+}
+
+/// The blocks of one group but the first.
+#[derive(Debug)]
+pub(super) struct GroupBlocks {
+    /// Leading blocks that it has let go.
+    pub(super) first: u32,
+    /// Those after them.
+    pub(super) blocks: VecDeque<BlockHandle>,
+}
+
+impl LayerBlocks {
+    /// No blocks, with room for as many as each group has at once.
+    pub(super) fn new(capacities: impl Iterator<Item = usize>) -> Self {
+        let group = |most| GroupBlocks { first: 0, blocks: VecDeque::with_capacity(most) };
+        Self { first: 0, rest: capacities.map(group).collect(), spare: Vec::new() }
+    }
+
+    /// Blocks in all groups, `num_blocks` of them of the first one without those that it let go; spare ones left out.
+    pub(super) fn num_held(&self, num_blocks: usize) -> usize {
+        num_blocks - self.first as usize + self.rest.iter().map(|group| group.blocks.len()).sum::<usize>()
+    }
+}
+
+impl GroupBlocks {
+    /// The block of so many positions; the caller knows that the group has it.
+    pub(super) fn block(&self, logical: u32) -> BlockHandle {
+        self.blocks[(logical - self.first) as usize]
+    }
+}
+
+impl Sequence {
+    /// Blocks that it holds, in all groups.
+    pub(super) fn num_held(&self) -> usize {
+        let num_blocks = self.blocks.len();
+        self.layers.as_ref().map_or(num_blocks, |layers| layers.num_held(num_blocks) + layers.spare.len())
+    }
+
+    /// Whether tokens of it are known that no committed step has computed, besides the next one.
+    fn is_prefill(&self) -> bool {
+        self.tokens.len() as u32 - self.num_computed > 1
+    }
+
+    /// The blocks that go back to the pool when it ends: those that are not the index's.
+    pub(super) fn take_own_blocks(&mut self) -> Vec<BlockHandle> {
+        let Some(layers) = self.layers.take() else {
+            let own = self.blocks.split_off(self.num_indexed as usize);
+            self.blocks.clear();
+            return own;
+        };
+        let mut own = self.blocks.split_off(self.num_indexed.max(layers.first) as usize);
+        self.blocks.clear();
+        own.extend(layers.rest.iter().flat_map(|group| &group.blocks).chain(&layers.spare));
+        own
+    }
+}
+
+impl Core {
+    /// No blocks of a sequence of `longest` tokens; `None` if the model has one full group.
+    pub(super) fn new_layers(&self, prompt_tokens: u32, longest: u32) -> Option<Box<LayerBlocks>> {
+        let config = &self.config;
+        let most = |&span| config.group_peak(span, prompt_tokens, longest, true) as usize;
+        config.is_grouped().then(|| Box::new(LayerBlocks::new(config.layer_groups.iter().skip(1).map(most))))
+    }
+
+    /// `Core::grow` over all groups, all or nothing: spare blocks first, then what is promised.
+    pub(super) fn grow_groups(
+        &mut self,
+        position: usize,
+        num_tokens: u32,
+    ) -> Result<std::result::Result<(), Error>> {
+        let end = self.config.blocks_for(num_tokens) as usize;
+        let num_groups = self.config.layer_groups.len();
+        let sequence = &mut self.running[position];
+        let Some(layers) = &mut sequence.layers else { return Ok(Ok(())) };
+        let columns = sequence.blocks.len()..end;
+        let total = columns.len() * num_groups;
+        let spare = layers.spare.len().min(total);
+        if total > spare
+            && let Err(short) = self.draw_blocks(position, total - spare)?
+        {
+            return Ok(Err(short));
+        }
+        self.scratch.truncate(total - spare);
+        let sequence = &mut self.running[position];
+        let Some(layers) = &mut sequence.layers else { return Ok(Ok(())) };
+        self.scratch.extend(layers.spare.drain(layers.spare.len() - spare..));
+        for (number, blocks) in columns.zip(self.scratch.chunks_exact(num_groups)) {
+            debug_assert_eq!(number, sequence.blocks.len());
+            sequence.blocks.push(blocks[0]);
+            self.tables.append(sequence.row, blocks[0].id());
+            let others = layers.rest.iter_mut().zip(&mut self.group_tables);
+            for ((group, tables), &block) in others.zip(&blocks[1..]) {
+                group.blocks.push_back(block);
+                tables.append(sequence.row, block.id());
+            }
+        }
+        let account = sequence.request.tenant.account;
+        self.note_drawn(account);
+        Ok(Ok(()))
+    }
+
+    /// Lets go of the blocks before the first position that the next query sees. What is committed does not come back,
+    /// and later queries see no more, so no open step reads them: their table entries become -1.
+    pub(super) fn slide(&mut self, position: usize) -> Result<()> {
+        let block_size = self.config.block_size;
+        let sequence = &mut self.running[position];
+        let Some(layers) = &mut sequence.layers else { return Ok(()) };
+        let next = sequence.num_computed;
+        let end = sequence.blocks.len() as u32;
+        let first_of = |span| (first_visible(span, next) / block_size).min(end);
+        let mut spans = self.config.layer_groups.iter().copied();
+        let first = spans.next().map_or(0, first_of);
+        while layers.first < first {
+            self.tables.forget(sequence.row, layers.first);
+            layers.spare.push(sequence.blocks[layers.first as usize]);
+            layers.first += 1;
+        }
+        for ((group, tables), span) in layers.rest.iter_mut().zip(&mut self.group_tables).zip(spans) {
+            let first = first_of(span);
+            while group.first < first
+                && let Some(block) = group.blocks.pop_front()
+            {
+                tables.forget(sequence.row, group.first);
+                layers.spare.push(block);
+                group.first += 1;
+            }
+        }
+        self.settle_promise(position)
+    }
+
+    /// Gives back what a sequence has beyond what it will need at once: after its prompt, the room of a chunk; under
+    /// policies that promise what is known only, all that it will not need for that.
+    fn settle_promise(&mut self, position: usize) -> Result<()> {
+        let target = self.blocks_to_keep(&self.running[position]);
+        let sequence = &mut self.running[position];
+        let promised = sequence.reservation.num_blocks();
+        let excess = (sequence.num_held() as u32 + promised).saturating_sub(target);
+        if excess == 0 {
+            return Ok(());
+        }
+        sequence.reservation.shrink(excess.min(promised))?;
+        let Some(layers) = &mut sequence.layers else { return Ok(()) };
+        let kept = layers.spare.len().saturating_sub((excess - excess.min(promised)) as usize);
+        self.pool.release(&layers.spare[kept..])?;
+        layers.spare.truncate(kept);
+        Ok(())
+    }
+
+    /// Blocks, held and promised, that a sequence has at once at most from now on, as far as its policy promises.
+    fn blocks_to_keep(&self, sequence: &Sequence) -> u32 {
+        let Some(layers) = &sequence.layers else { return sequence.num_held() as u32 };
+        let config = &self.config;
+        let (known, prompt) = (sequence.tokens.len() as u32, sequence.progress.prompt_tokens);
+        let is_prefill = sequence.is_prefill();
+        if !config.policy.overcommits() {
+            let total = prompt + sequence.request.max_tokens - 1;
+            let of = |&span| config.group_peak(span, prompt, total, is_prefill);
+            return config.layer_groups.iter().map(of).sum();
+        }
+        let held = layers.num_held(sequence.blocks.len()) as u32;
+        if is_prefill {
+            held.max(config.known_blocks(known, prompt, sequence.request.max_tokens))
+        } else {
+            held
+        }
+    }
+
+    /// Where a plan for a sequence must end so that no group has more than `submit` found room for.
+    pub(super) fn promised_end(&self, sequence: &Sequence) -> u32 {
+        let Some(layers) = &sequence.layers else { return u32::MAX };
+        let config = &self.config;
+        let prompt = sequence.progress.prompt_tokens;
+        let total = prompt + sequence.request.max_tokens - 1;
+        let is_prefill = sequence.is_prefill();
+        let firsts = std::iter::once(layers.first).chain(layers.rest.iter().map(|group| group.first));
+        let ends = firsts.zip(&config.layer_groups).map(|(first, &span)| {
+            let most = first.saturating_add(config.group_peak(span, prompt, total, is_prefill));
+            most.saturating_mul(config.block_size)
+        });
+        ends.min().unwrap_or(u32::MAX)
+    }
+}

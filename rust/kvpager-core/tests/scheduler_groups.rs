@@ -1,0 +1,265 @@
+//! Models with layer groups: each group reads exactly its window, what leaves a window is let go, and what is promised
+//! is enough.
+
+mod support;
+
+use kvpager_core::geometry::Span;
+use kvpager_core::scheduler::{
+    AdmissionPolicy, FinishReason, ForecastConfig, HostTierConfig, SchedulerConfig, ZeroBlocks,
+};
+use kvpager_core::{Error, SequenceId};
+use proptest::prelude::*;
+use support::{Engine, config, expected_output, prompt, request};
+
+fn grouped(block_size: u32, groups: &[Span]) -> SchedulerConfig {
+    SchedulerConfig { layer_groups: groups.into(), ..config(block_size) }
+}
+
+#[test]
+fn a_windowed_group_holds_no_more_than_its_window_while_it_runs() {
+    for (groups, most) in [
+        // 37 tokens: 10 blocks of 4; a window of 8 touches 3, with a token more.
+        (vec![Span::Full, Span::Sliding(8)], 10 + 3),
+        (vec![Span::Full, Span::Chunked(8)], 10 + 2),
+        (vec![Span::Sliding(8)], 3),
+        (vec![Span::Full, Span::Full, Span::Sliding(4)], 20 + 2),
+        (vec![Span::Sliding(4), Span::Full, Span::Sliding(8)], 2 + 10 + 3),
+    ] {
+        let mut config = grouped(4, &groups);
+        config.max_prefill_chunk = 1;
+        let mut engine = Engine::new(most, config, false);
+        let tenant = engine.tenant("a");
+        let id = engine.submit(&tenant, &prompt(1, 8), 30).unwrap();
+        engine.finish(200);
+        assert_eq!(engine.outputs[&id], expected_output(&prompt(1, 8), 30, &[]), "{groups:?}");
+        assert_eq!(engine.pool.stats().peak_held, u64::from(most), "{groups:?}");
+        engine.check_idle();
+        let refused = Engine::new(most - 1, grouped_by_one(&groups), false);
+        let tenant = refused.tenant("a");
+        let error = refused.submit(&tenant, &prompt(1, 8), 30).unwrap_err().to_string();
+        assert!(error.contains(&format!("need {most} blocks")), "{error}");
+    }
+}
+
+fn grouped_by_one(groups: &[Span]) -> SchedulerConfig {
+    SchedulerConfig { max_prefill_chunk: 1, ..grouped(4, groups) }
+}
+
+#[test]
+fn table_entries_before_the_window_are_cleared_and_those_in_it_are_not() {
+    let mut engine = Engine::new(32, grouped(2, &[Span::Full, Span::Sliding(4), Span::Chunked(4)]), false);
+    let tenant = engine.tenant("a");
+    engine.submit(&tenant, &prompt(1, 9), 4).unwrap();
+    engine.turn();
+    let row = |group: usize| -> Vec<bool> {
+        (0..6).map(|column| engine.scheduler.arenas()[group].get(0, column).unwrap() >= 0).collect()
+    };
+    // 9 tokens are computed: the next query, at 9, sees 6.. of a window of 4, and 8.. of a chunk of 4.
+    assert_eq!(row(0), [true, true, true, true, true, false]);
+    assert_eq!(row(1), [false, false, false, true, true, false]);
+    assert_eq!(row(2), [false, false, false, false, true, false]);
+    engine.finish(20);
+    engine.check_idle();
+    assert!((0..6).all(|column| engine.scheduler.arenas()[1].get(0, column) == Some(-1)));
+}
+
+#[test]
+fn a_long_prompt_lets_its_chunks_room_go_when_it_is_computed() {
+    let mut config = grouped(4, &[Span::Sliding(8)]);
+    config.max_batch_tokens = 32;
+    let mut engine = Engine::new(64, config, false);
+    let tenant = engine.tenant("a");
+    engine.submit(&tenant, &prompt(1, 100), 100).unwrap();
+    engine.turn();
+    let stats = engine.pool.stats();
+    assert_eq!(stats.held + stats.reserved, 11, "a window of 8 and chunks of 32, at any phase");
+    (0..3).for_each(|_| {
+        engine.turn();
+    });
+    let stats = engine.pool.stats();
+    assert_eq!(stats.held + stats.reserved, 3, "a window of 8 and a token");
+    engine.finish(200);
+    engine.check_idle();
+}
+
+#[test]
+fn what_groups_do_not_do_is_refused_with_numbers() {
+    let windowed = [Span::Full, Span::Sliding(8)];
+    let mut config = grouped(4, &windowed);
+    config.host_tier = HostTierConfig { num_blocks: 8, ..HostTierConfig::default() };
+    assert!(config.validate().unwrap_err().to_string().contains("host tier of 8 blocks"));
+    let engine = Engine::new(32, grouped(4, &windowed), false);
+    let tenant = engine.tenant("a");
+    let mut samples = request(&tenant, &prompt(1, 4), 4);
+    samples.n = 3;
+    let error = engine.scheduler.submit(samples).unwrap_err();
+    assert!(matches!(error, Error::InvalidArgument { .. }) && error.to_string().contains("2 groups"));
+    let id = engine.submit(&tenant, &prompt(1, 4), 4).unwrap();
+    assert!(engine.scheduler.fork(id, 1).unwrap_err().to_string().contains("2 groups"));
+    assert!(engine.scheduler.reorder(&[id], &[id], &[1]).is_err());
+    let none = grouped(4, &[]).validate().unwrap_err().to_string();
+    assert!(none.contains("0 groups"), "{none}");
+}
+
+fn span() -> impl Strategy<Value = Span> {
+    prop_oneof![Just(Span::Full), (1..12u64).prop_map(Span::Sliding), (1..12u64).prop_map(Span::Chunked)]
+}
+
+fn policy() -> impl Strategy<Value = AdmissionPolicy> {
+    prop_oneof![
+        3 => Just(AdmissionPolicy::Reserve),
+        1 => Just(AdmissionPolicy::Watermark { free_share: 0.0 }),
+        1 => Just(AdmissionPolicy::Forecast(ForecastConfig {
+            free_share: 0.0,
+            deviations: 0.001,
+            growth_spread: 0.0
+        })),
+        1 => Just(AdmissionPolicy::Forecast(ForecastConfig::default())),
+    ]
+}
+
+#[derive(Clone, Debug)]
+enum Operation {
+    Submit { family: u32, shared: u32, own: u32, max_tokens: u32 },
+    TakeOff,
+    Land,
+    Crash(prop::sample::Index),
+    Draft { length: usize, num_right: usize },
+    Abort(prop::sample::Index),
+    Pause(prop::sample::Index),
+    Resume(prop::sample::Index),
+    Evict(u32),
+    Reset,
+}
+
+fn operation() -> impl Strategy<Value = Operation> {
+    let submit = (0..3u32, 0..20u32, 1..8u32, 1..20u32)
+        .prop_map(|(family, shared, own, max_tokens)| Operation::Submit { family, shared, own, max_tokens });
+    prop_oneof![
+        4 => submit,
+        8 => Just(Operation::TakeOff),
+        6 => Just(Operation::Land),
+        1 => any::<prop::sample::Index>().prop_map(Operation::Crash),
+        3 => (1..6usize, 0..6usize).prop_map(|(length, num_right)| Operation::Draft { length, num_right }),
+        1 => any::<prop::sample::Index>().prop_map(Operation::Abort),
+        1 => any::<prop::sample::Index>().prop_map(Operation::Pause),
+        1 => any::<prop::sample::Index>().prop_map(Operation::Resume),
+        1 => (1..6u32).prop_map(Operation::Evict),
+        1 => Just(Operation::Reset),
+    ]
+}
+
+/// Few families of prompts and few tokens, so that prefixes are shared, split and computed twice.
+fn shared_prompt(family: u32, shared: u32, own: u32) -> Vec<u32> {
+    (0..shared).map(|i| 100 + family + i % 2).chain((0..own).map(|i| 7 + i)).collect()
+}
+
+/// Drafts for all that run: some right ones, then a wrong one.
+fn draft(engine: &Engine, accepted: &[(SequenceId, Vec<u32>, u32)], length: usize, num_right: usize) {
+    for (id, prompt, max_tokens) in accepted {
+        let done = engine.outputs.get(id).map_or(0, Vec::len);
+        let all = expected_output(prompt, *max_tokens, &[]);
+        let mut drafts: Vec<i32> = all[done.min(all.len())..].iter().map(|&token| token as i32).collect();
+        drafts.truncate(length);
+        if let Some(wrong) = drafts.get_mut(num_right) {
+            *wrong += 1;
+        }
+        let start = [0, drafts.len() as i32];
+        engine.scheduler.propose(&[*id], &start, &drafts).expect("nobody else is in the scheduler");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_group_reads_its_window_whatever_the_schedule(
+        num_blocks in 12..60u32,
+        block_size in 1..5u32,
+        groups in prop::collection::vec(span(), 1..4),
+        max_batch_tokens in 3..20u32,
+        max_prefill_chunk in 0..6u32,
+        max_open_steps in 1..4u32,
+        policy in policy(),
+        operations in prop::collection::vec(operation(), 1..80),
+    ) {
+        let mut config = grouped(block_size, &groups);
+        config.max_running = 3;
+        config.max_batch_tokens = max_batch_tokens;
+        config.max_prefill_chunk = max_prefill_chunk;
+        config.max_open_steps = max_open_steps;
+        config.zero_blocks = ZeroBlocks::Always;
+        config.policy = policy;
+        let mut engine = Engine::new(num_blocks, config, false);
+        let tenants = [engine.tenant("a"), engine.tenant_with("b", num_blocks / 4, num_blocks / 2)];
+        let mut accepted: Vec<(SequenceId, Vec<u32>, u32)> = Vec::new();
+        let mut aborted = Vec::new();
+        for operation in operations {
+            match operation {
+                Operation::Submit { family, shared, own, max_tokens } => {
+                    let prompt = shared_prompt(family, shared, own);
+                    let tenant = &tenants[family as usize % 2];
+                    match engine.scheduler.submit(request(tenant, &prompt, max_tokens)) {
+                        Ok(id) => accepted.push((id, prompt, max_tokens)),
+                        Err(Error::Refused { .. }) => {}
+                        Err(other) => panic!("{other}"),
+                    }
+                }
+                Operation::TakeOff if engine.flights.len() < max_open_steps as usize => {
+                    engine.take_off();
+                }
+                Operation::Land if !engine.flights.is_empty() => {
+                    engine.land();
+                }
+                Operation::Crash(place) if !engine.flights.is_empty() => {
+                    engine.crash(place.index(engine.flights.len()), false);
+                }
+                Operation::Draft { length, num_right } if engine.flights.is_empty() => {
+                    draft(&engine, &accepted, length, num_right);
+                }
+                Operation::Abort(which) if !accepted.is_empty() => {
+                    let id = accepted[which.index(accepted.len())].0;
+                    if engine.scheduler.abort(id).unwrap() {
+                        aborted.push(id);
+                    }
+                }
+                Operation::Pause(which) if !accepted.is_empty() => {
+                    engine.scheduler.pause(accepted[which.index(accepted.len())].0).unwrap();
+                }
+                Operation::Resume(which) if !accepted.is_empty() => {
+                    engine.scheduler.resume(accepted[which.index(accepted.len())].0).unwrap();
+                }
+                Operation::Evict(num_blocks) => {
+                    if let Some(index) = &engine.index {
+                        index.evict(num_blocks);
+                        engine.check();
+                    }
+                }
+                Operation::Reset if engine.flights.is_empty() => {
+                    engine.scheduler.reset_cache(true).unwrap();
+                    engine.check();
+                }
+                _ => {}
+            }
+        }
+        for (id, ..) in &accepted {
+            engine.scheduler.resume(*id).unwrap();
+        }
+        while !engine.flights.is_empty() {
+            engine.land();
+        }
+        engine.finish(3000);
+        engine.check_idle();
+        if policy == AdmissionPolicy::Reserve {
+            prop_assert_eq!(engine.scheduler.stats().num_preemptions, 0);
+        }
+        for (id, prompt, max_tokens) in accepted {
+            let finished = &engine.finished[&id];
+            if finished.reason == FinishReason::Length {
+                prop_assert_eq!(&engine.outputs[&id], &expected_output(&prompt, max_tokens, &[]));
+            } else {
+                prop_assert!(aborted.contains(&id), "{:?}", finished.reason);
+            }
+        }
+    }
+}

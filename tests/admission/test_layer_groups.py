@@ -1,0 +1,103 @@
+"""Layer groups through Python: arrays by group, and errors at the call."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from kvpager import BlockPool, PrefixIndex, Scheduler, errors
+from kvpager._core import KvGeometry
+
+from .engine import commit_samples
+
+WINDOWED = [("full", None), ("sliding", 4), ("chunked", 8)]
+
+
+def grouped(num_blocks: int = 64, **options: object) -> tuple[BlockPool, Scheduler]:
+    pool = BlockPool(num_blocks)
+    settings_: dict[str, object] = {"max_batch_tokens": 64, "max_running": 8, "max_model_tokens": 128}
+    merged = {**settings_, "block_size": 4, "layer_groups": WINDOWED, **options}
+    return pool, Scheduler(pool, **merged)  # type: ignore[arg-type]
+
+
+def test_each_group_has_its_slots_and_tables() -> None:
+    pool, scheduler = grouped()
+    tenant = scheduler.add_tenant("alice")
+    scheduler.submit(tenant, range(10), max_tokens=4)
+    batch = scheduler.step(pad_to=3)
+    assert [(group.span, group.window) for group in batch.groups] == WINDOWED
+    slots = np.stack([group.slot_mapping for group in batch.groups])
+    assert (slots[0] == batch.slot_mapping).all()
+    assert (slots[:, 10:] == -1).all()
+    assert len(np.unique(slots[:, :10])) == 30, "one pool, one id space"
+    for group in batch.groups:
+        row = group.block_tables[group.table_rows[0]]
+        assert (row[np.arange(10) // 4] * 4 + np.arange(10) % 4 == group.slot_mapping[:10]).all()
+        assert len(group.table_changes) == 3
+    commit_samples(scheduler, batch)
+    batch = scheduler.step()
+    held = [np.flatnonzero(group.block_tables[group.table_rows[0]] >= 0).tolist() for group in batch.groups]
+    assert held == [[0, 1, 2], [1, 2], [2]], "position 10 sees 7.. of a window of 4, and 8.. of a chunk of 8"
+    assert pool.stats().held <= 9
+
+
+def test_the_groups_of_a_plan_are_those_of_a_scheduler() -> None:
+    config = {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_size": 512,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "max_position_embeddings": 4096,
+    }
+    geometry = KvGeometry.from_config_json(json.dumps(config))
+    groups = [(span, window) for span, window, *_ in geometry.layer_groups]
+    assert groups == [("full", None), ("sliding", 128)]
+    need = geometry.blocks_for_length(1000, block_size=16, chunk=32)
+    options = {"block_size": 16, "max_model_tokens": 4096, "max_prefill_chunk": 32, "layer_groups": groups}
+    _, enough = grouped(need, **options)
+    enough.submit(enough.add_tenant("alice"), range(500), max_tokens=501)
+    _, short = grouped(need - 1, **options)
+    with pytest.raises(errors.RefusedError, match=f"need {need} blocks"):
+        short.submit(short.add_tenant("alice"), range(500), max_tokens=501)
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        ([], "0 groups"),
+        (7, "layer_groups must be pairs"),
+        ([("sliding", 0)], r"layer_groups\[0\] sees 0 tokens"),
+        ([("full", None), ("sliding", None)], r"layer_groups\[1\] is"),
+        ([("full", 3)], r"layer_groups\[0\] is"),
+        ([("round", 3)], "it is one of"),
+        ([("sliding", True)], "is a bool"),
+        ([("sliding", -3)], "is -3"),
+    ],
+)
+def test_groups_that_are_none_are_refused(groups: object, text: str) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=text):
+        grouped(layer_groups=groups)
+
+
+def test_what_needs_one_full_group_is_refused() -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="host tier of 8 blocks"):
+        grouped(host_blocks=8)
+    _, scheduler = grouped()
+    tenant = scheduler.add_tenant("alice")
+    with pytest.raises(errors.InvalidArgumentError, match="3 groups"):
+        scheduler.submit(tenant, range(4), n=2)
+    request = scheduler.submit(tenant, range(4))
+    with pytest.raises(errors.InvalidArgumentError, match="3 groups"):
+        scheduler.fork(request)
+
+
+def test_an_index_is_refused() -> None:
+    pool = BlockPool(16)
+    with pytest.raises(errors.InvalidArgumentError, match="3 groups"):
+        Scheduler(pool, PrefixIndex(pool, block_size=16), layer_groups=WINDOWED)
