@@ -48,13 +48,13 @@ GGUF_NAMES = {
 Tensors = dict[str, np.ndarray]
 
 
-def random_tensors(*, tied: bool = False) -> Tensors:
+def random_tensors(*, tied: bool = False, num_layers: int = CONFIG["num_hidden_layers"]) -> Tensors:
     """Weights by their Hugging Face names. Every value is exact in bfloat16, so that no format rounds it."""
     generator = np.random.default_rng(7)
     shapes = {"model.embed_tokens.weight": (50, 24), "model.norm.weight": (24,)}
     if not tied:
         shapes["lm_head.weight"] = (50, 24)
-    for layer in range(CONFIG["num_hidden_layers"]):
+    for layer in range(num_layers):
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in LAYER_SHAPES.items()}
     return {
         name: generator.integers(-64, 65, shape).astype(np.float32) / 128 for name, shape in shapes.items()
@@ -143,13 +143,20 @@ def _gguf_tensor(name: str, values: np.ndarray) -> tuple[str, np.ndarray]:
     return f"blk.{layer}.{GGUF_NAMES[part]}.weight", values
 
 
-def dense_logits(tensors: Tensors, token_ids: list[int], frequencies: np.ndarray) -> np.ndarray:
+def dense_logits(
+    tensors: Tensors,
+    token_ids: list[int],
+    frequencies: np.ndarray,
+    windows: tuple[int | None, ...] = (),
+) -> np.ndarray:
     """The logits after every token of one sequence: [T, vocab], float64, nothing paged, nothing fused."""
     weights = {name: values.astype(np.float64) for name, values in tensors.items()}
     hidden = weights["model.embed_tokens.weight"][token_ids]
-    for layer in range(CONFIG["num_hidden_layers"]):
+    num_layers = sum(name.endswith("input_layernorm.weight") for name in tensors)
+    for layer in range(num_layers):
+        window = windows[layer] if windows else None
         part = {name: weights[f"model.layers.{layer}.{name}.weight"] for name in LAYER_SHAPES}
-        hidden = hidden + _attention(_norm(hidden, part["input_layernorm"]), part, frequencies)
+        hidden = hidden + _attention(_norm(hidden, part["input_layernorm"]), part, frequencies, window)
         normed = _norm(hidden, part["post_attention_layernorm"])
         gate = normed @ part["mlp.gate_proj"].T
         up = normed @ part["mlp.up_proj"].T
@@ -162,7 +169,7 @@ def _norm(hidden: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return hidden / np.sqrt((hidden**2).mean(axis=1, keepdims=True) + CONFIG["rms_norm_eps"]) * weight
 
 
-def _attention(normed: np.ndarray, part: Tensors, frequencies: np.ndarray) -> np.ndarray:
+def _attention(normed: np.ndarray, part: Tensors, frequencies: np.ndarray, window: int | None) -> np.ndarray:
     size, groups = CONFIG["head_dim"], CONFIG["num_attention_heads"] // CONFIG["num_key_value_heads"]
     length = len(normed)
     angles = np.arange(length)[:, None] * frequencies
@@ -182,7 +189,9 @@ def _attention(normed: np.ndarray, part: Tensors, frequencies: np.ndarray) -> np
     )
     key, value = np.repeat(key, groups, axis=0), np.repeat(value, groups, axis=0)
     scores = query @ key.transpose(0, 2, 1) / np.sqrt(size)
-    scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+    distance = np.arange(length)[:, None] - np.arange(length)
+    seen = (distance >= 0) & (distance < (window or length))
+    scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     return (weights @ value).transpose(1, 0, 2).reshape(length, -1) @ part["self_attn.o_proj"].T

@@ -86,6 +86,7 @@ class Engine:
             max_running=min(config.max_running, config.max_batch_tokens),
             max_waiting=config.max_waiting,
             max_model_tokens=self.max_model_tokens,
+            layer_groups=getattr(runner, "layer_groups", None),
             max_prefill_chunk=config.max_prefill_chunk,
             policy=config.policy,
             overflow=config.overflow,

@@ -29,6 +29,7 @@ class ModelRunner(Protocol):
         vocab_size: token ids are below it.
         max_model_tokens: longest sequence, prompt and output together.
         gives_logits: whether `run` returns logits, which the engine samples from; else it returns tokens.
+        layer_groups: what its layers see, as `Scheduler` takes it; may be missing if all see everything.
     """
 
     @property

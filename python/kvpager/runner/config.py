@@ -58,6 +58,10 @@ class RopeConfig:
 class LlamaConfig:
     """The shape of a Llama-family model.
 
+    Attributes:
+        layer_windows: of each layer, how many tokens a query sees, its own included; None for all. Empty if
+            every layer sees all.
+
     Raises:
         InvalidArgumentError: a value is out of range; every problem is named in one message.
     """
@@ -73,6 +77,7 @@ class LlamaConfig:
     rms_norm_eps: float
     rope: RopeConfig
     tied_embeddings: bool
+    layer_windows: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         problems = [
@@ -88,8 +93,17 @@ class LlamaConfig:
             problems.append(f"rope theta {self.rope.theta} and factor {self.rope.factor} must be positive")
         if self.rope.kind == "llama3" and self.rope.high_frequency_factor <= self.rope.low_frequency_factor:
             problems.append("rope high_freq_factor is not above low_freq_factor")
+        problems += self._window_problems()
         if problems:
             raise InvalidArgumentError("model configuration: " + "; ".join(problems))
+
+    def _window_problems(self) -> list[str]:
+        sizes = {window for window in self.layer_windows if window is not None}
+        if self.layer_windows and len(self.layer_windows) != self.num_layers:
+            return [f"{len(self.layer_windows)} windows for {self.num_layers} layers"]
+        if len(sizes) > 1:
+            return [f"windows of {sorted(sizes)} tokens: one size is supported"]
+        return [f"a window of {size} tokens, at least 1 is needed" for size in sizes if size < 1]
 
     @property
     def num_qkv_heads(self) -> int:
@@ -144,9 +158,10 @@ class LlamaConfig:
         Raises:
             InvalidArgumentError: another architecture, a missing key, or a value that is not supported.
         """
-        if config.get("model_type") != "llama":
+        if config.get("model_type") not in _HUGGING_FACE_TYPES:
             raise InvalidArgumentError(
-                f"model_type {config.get('model_type')!r} is not supported: the runner computes 'llama'"
+                f"model_type {config.get('model_type')!r} is not supported: the runner computes 'llama' and "
+                "'mistral'"
             )
         for key, supported in _HUGGING_FACE_FIXED.items():
             if (value := config.get(key, supported)) != supported:
@@ -166,6 +181,7 @@ class LlamaConfig:
             rms_norm_eps=read.number("rms_norm_eps"),
             rope=_hugging_face_rope(config),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            layer_windows=_hugging_face_windows(config, read),
         )
 
 
@@ -179,6 +195,8 @@ _POSITIVE = (
     "vocab_size",
     "max_positions",
 )
+
+_HUGGING_FACE_TYPES = ("llama", "mistral")
 
 _HUGGING_FACE_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """Keys of `config.json` for which the runner computes one value only."""
@@ -211,6 +229,18 @@ class _Reader:
 
     def text(self, key: str, default: str) -> str:
         return str(self._values.get(self._prefix + key) or default)
+
+
+def _hugging_face_windows(config: Mapping[str, Any], read: _Reader) -> tuple[int | None, ...]:
+    """Reads `sliding_window`, for the layers that `layer_types` names or for all; only of Mistral's files."""
+    if config.get("model_type") != "mistral" or config.get("sliding_window") is None:
+        return ()
+    window, num_layers = read.integer("sliding_window"), read.integer("num_hidden_layers")
+    kinds = config.get("layer_types") or ["sliding_attention"] * num_layers
+    unknown = sorted({str(kind) for kind in kinds} - {"sliding_attention", "full_attention"})
+    if unknown:
+        raise InvalidArgumentError(f"model configuration: layer_types has {unknown}, not supported")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _gguf_rope(read: _Reader, head_dim: int) -> RopeConfig:

@@ -1,8 +1,9 @@
 """The KV cache arrays that a scheduler's block ids index.
 
-Per layer one K and one V array, `[num_blocks, block_size, num_kv_heads, head_dim]`, fp32 on the CPU. A block
-id means the same index in all of them. Which block holds what is the pool's and the scheduler's business;
-this only owns the memory and does a batch's zeroing, swapping and copying over every array.
+One K and one V array, `[num_blocks, block_size, num_kv_heads, head_dim]`, fp32 on the CPU, for each layer
+that a block has memory for: every layer of the model, or those of the largest layer group. A block id is the
+same index in all of them. Which block holds what is the pool's and the scheduler's business; this only owns
+the memory and does a batch's zeroing, swapping and copying over every array.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from kvpager import attention
 from kvpager.errors import InvalidArgumentError
 from kvpager.runner.config import LlamaConfig
+from kvpager.runner.layer_groups import RunnerGroups
 from kvpager.runner.weights import Array
 
 __all__ = ["KvCache"]
@@ -25,9 +27,10 @@ class KvCache:
     """K and V arrays of every layer.
 
     Attributes:
-        keys: per layer [num_blocks, block_size, num_kv_heads, head_dim], fp32.
+        groups: which layer has which arrays.
+        keys: per place in a group [num_blocks, block_size, num_kv_heads, head_dim], fp32.
         values: same.
-        host_keys, host_values: of the host tier, per layer [host_blocks, ...], in host memory.
+        host_keys, host_values: of the host tier, same with [host_blocks, ...], in host memory.
     """
 
     def __init__(
@@ -49,23 +52,28 @@ class KvCache:
                 f"a KV cache of {num_blocks} blocks of {block_size} tokens: both must be positive"
             )
         self._xp = array_module
+        self.groups = RunnerGroups.of(config)
+        places = range(self.groups.num_places)
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
         try:
-            self.keys: list[Array] = [
-                array_module.zeros(shape, array_module.float32) for _ in range(config.num_layers)
-            ]
-            self.values: list[Array] = [
-                array_module.zeros(shape, array_module.float32) for _ in range(config.num_layers)
-            ]
+            self.keys: list[Array] = [array_module.zeros(shape, array_module.float32) for _ in places]
+            self.values: list[Array] = [array_module.zeros(shape, array_module.float32) for _ in places]
             host_shape = (host_blocks, *shape[1:])
-            self.host_keys = [np.zeros(host_shape, np.float32) for _ in range(config.num_layers)]
-            self.host_values = [np.zeros(host_shape, np.float32) for _ in range(config.num_layers)]
+            self.host_keys = [np.zeros(host_shape, np.float32) for _ in places]
+            self.host_values = [np.zeros(host_shape, np.float32) for _ in places]
         except MemoryError as error:
-            num_bytes = (num_blocks + host_blocks) * block_size * config.kv_bytes_per_token
+            num_places, num_layers = self.groups.num_places, config.num_layers
+            block_bytes = block_size * config.kv_bytes_per_token * num_places // num_layers
+            num_bytes = (num_blocks + host_blocks) * block_bytes
             raise InvalidArgumentError(
                 f"{num_blocks + host_blocks} blocks of {block_size} tokens take {num_bytes} bytes, more than "
                 "there is"
             ) from error
+
+    def of_layer(self, layer: int) -> tuple[Array, Array]:
+        """The K and V arrays of a layer."""
+        place = self.groups.place_of[layer]
+        return self.keys[place], self.values[place]
 
     def prepare(self, batch: Any) -> None:
         """Does what a batch asks for before its forward pass: swap out, zero, swap in, copy, in this order.

@@ -11,6 +11,7 @@ one sequence differ by rounding (about 1e-5) between batchings.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,10 +22,27 @@ from kvpager import attention
 from kvpager.errors import InvalidArgumentError
 from kvpager.runner.config import LlamaConfig
 from kvpager.runner.kv_cache import KvCache
+from kvpager.runner.layer_groups import RunnerGroups
 from kvpager.runner.products import product
 from kvpager.runner.weights import Array, LayerWeights, LlamaWeights
 
 __all__ = ["BatchArrays", "LlamaModel"]
+
+
+class GroupArrays(Protocol):
+    """The arrays of a batch that each layer group has of its own."""
+
+    @property
+    def slot_mapping(self) -> npt.NDArray[np.int64]:
+        """[T] slot of each token's K and V; -1 writes nothing."""
+
+    @property
+    def table_rows(self) -> npt.NDArray[np.int32]:
+        """[S] row of `block_tables`."""
+
+    @property
+    def block_tables(self) -> npt.NDArray[np.int32]:
+        """[rows, max_blocks] block ids; -1 where the group sees nothing any more."""
 
 
 class BatchArrays(Protocol):
@@ -62,6 +80,10 @@ class BatchArrays(Protocol):
     def block_tables(self) -> npt.NDArray[np.int32]:
         """[rows, max_blocks] block ids."""
 
+    @property
+    def groups(self) -> Sequence[GroupArrays]:
+        """The last three by layer group; read only if the model has more than one."""
+
 
 @dataclass(frozen=True)
 class _Step:
@@ -69,14 +91,12 @@ class _Step:
 
     Attributes:
         cosine, sine: [T, 1, head_dim / 2] of the rotary angles.
-        slot_mapping: i64 [T].
-        tables: the keyword arguments of `paged_attention`.
+        groups: of each layer group the slot mapping, i64 [T], and the keyword arguments of `paged_attention`.
     """
 
     cosine: Array
     sine: Array
-    slot_mapping: Array
-    tables: dict[str, Array]
+    groups: list[tuple[Array, dict[str, Any]]]
 
 
 class LlamaModel:
@@ -91,6 +111,7 @@ class LlamaModel:
             array_module: `numpy` or `cupy`.
         """
         self.config = config
+        self.groups = RunnerGroups.of(config)
         self.array_module = array_module
         self._weights = weights if array_module is np else weights.to(array_module)
 
@@ -129,8 +150,9 @@ class LlamaModel:
         with np.errstate(
             over="ignore"
         ):  # exp(-gate) of a strongly negative gate; its quotient is a correct 0
-            for layer, keys, values in zip(weights.layers, cache.keys, cache.values, strict=True):
-                hidden += self._attend(layer, self._normed(hidden, layer.attention_norm), keys, values, step)
+            for number, layer in enumerate(weights.layers):
+                normed = self._normed(hidden, layer.attention_norm)
+                hidden += self._attend(layer, normed, number, cache, step)
                 hidden += self._feed_forward(layer, self._normed(hidden, layer.ffn_norm))
         sampled = hidden[xp.asarray(batch.sample_rows)]
         return self._product(self._normed(sampled, weights.output_norm), weights.output)
@@ -146,13 +168,15 @@ class LlamaModel:
         xp = self.array_module
         positions = xp.asarray(batch.positions).astype(xp.float32)
         angles = (positions[:, None] * self._weights.inverse_frequencies)[:, None, :]
-        tables = {
-            name: xp.asarray(getattr(batch, name))
-            for name in ("block_tables", "table_rows", "query_start", "context_lens")
-        }
-        return _Step(xp.cos(angles), xp.sin(angles), xp.asarray(batch.slot_mapping), tables)
+        shared = {name: xp.asarray(getattr(batch, name)) for name in ("query_start", "context_lens")}
+        arrays: Sequence[GroupArrays] = (batch,) if len(self.groups.spans) == 1 else batch.groups
+        groups = []
+        for (_, window), group in zip(self.groups.spans, arrays, strict=True):
+            tables = {name: xp.asarray(getattr(group, name)) for name in ("block_tables", "table_rows")}
+            groups.append((xp.asarray(group.slot_mapping), {**shared, **tables, "window": window}))
+        return _Step(xp.cos(angles), xp.sin(angles), groups)
 
-    def _attend(self, layer: LayerWeights, normed: Array, keys: Array, values: Array, step: _Step) -> Array:
+    def _attend(self, layer: LayerWeights, normed: Array, number: int, cache: KvCache, step: _Step) -> Array:
         """Projects, rotates, appends and attends. `normed`: [T, hidden]; returns [T, hidden]."""
         config = self.config
         num_tokens = normed.shape[0]
@@ -161,8 +185,10 @@ class LlamaModel:
         query = self._rotated(qkv[:, : config.num_heads], step)
         key = self._rotated(qkv[:, config.num_heads : num_rotated], step)
         value = self.array_module.ascontiguousarray(qkv[:, num_rotated:])
-        attention.append_kv(key, value, keys, values, step.slot_mapping)
-        mixed = attention.paged_attention(query, keys, values, **step.tables)
+        keys, values = cache.of_layer(number)
+        slot_mapping, tables = step.groups[self.groups.group_of[number]]
+        attention.append_kv(key, value, keys, values, slot_mapping)
+        mixed = attention.paged_attention(query, keys, values, **tables)
         return self._product(mixed.reshape(num_tokens, -1), layer.attention_out)
 
     def _rotated(self, heads: Array, step: _Step) -> Array:

@@ -30,6 +30,7 @@ class LlamaRunner:
         self._cache: KvCache | None = None
         self.vocab_size = model.config.vocab_size
         self.max_model_tokens = model.config.max_positions
+        self.layer_groups = model.groups.spans
 
     def allocate(self, *, num_blocks: int, block_size: int, host_blocks: int) -> None:
         """Makes K and V arrays for every layer, on the device and for the host tier.
