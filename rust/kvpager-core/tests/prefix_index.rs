@@ -232,6 +232,45 @@ fn test_clear_spares_what_is_pinned() {
 }
 
 #[test]
+fn test_splits_that_serve_nobody_are_merged_again() {
+    let w = world(1024, 2);
+    let prompt = tokens(0..1024);
+    w.finish(&prompt);
+    let memory = w.index.memory_bytes();
+    let mut state = 1u64;
+    for _ in 0..4096 {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        let length = 2 * (1 + (state >> 40) as usize % 512);
+        let mut blocks = Vec::new();
+        let pin = w.index.match_whole(w.namespace, &prompt[..length], &mut blocks).unwrap();
+        assert_eq!((pin.num_blocks(), blocks.len()), (length / 2, length / 2));
+    }
+    w.check();
+    // What is used without what follows it stays apart: few ends are, at any moment.
+    let stats = w.index.namespace_stats(w.namespace).unwrap();
+    assert_eq!(stats.num_blocks, 512);
+    assert!(stats.num_nodes < 32, "{stats:?}");
+    assert!(w.index.memory_bytes() < memory + 16 * 512, "{} after {memory}", w.index.memory_bytes());
+    assert_eq!(w.index.evict(1024), 512);
+    w.check();
+}
+
+#[test]
+fn test_a_branching_point_that_lost_its_branches_is_merged_with_what_is_left() {
+    let w = world(512, 1);
+    let stem = tokens(0..16);
+    for branch in 0..8 {
+        w.finish(&[stem.clone(), tokens(100 * branch + 100..100 * branch + 116)].concat());
+    }
+    // The newest branch and the stem were released together; the others go.
+    assert_eq!(w.index.evict(7 * 16), 7 * 16);
+    assert_eq!(w.hit(&[stem.clone(), tokens(800..817)].concat()), 32);
+    let stats = w.index.namespace_stats(w.namespace).unwrap();
+    assert_eq!((stats.num_blocks, stats.num_nodes), (32, 1));
+    w.check();
+}
+
+#[test]
 fn test_the_least_recently_released_namespace_is_evicted_first() {
     let w = world(6, 1);
     let scope = ShareScope::Private("bob".into());

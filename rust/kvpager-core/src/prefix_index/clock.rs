@@ -91,6 +91,7 @@ fn sweep(
     let Some((id, namespace)) = index.namespaces.at(id) else { return Sweep::Empty };
     let mut tree = namespace.write_tree();
     let sweep = tree.move_hand(wanted, ignores_marks, |tree, node| index.is_fenced(tree, node), taken);
+    index.merge_seams_in(namespace, &mut tree, taken.len());
     index.evicted(id, taken);
     if tree.num_children() > 0 {
         return sweep;

@@ -207,6 +207,7 @@ impl State {
             // Relaxed: under the tree's exclusive lock, which keeps those out who set it.
             namespace.is_queued.store(false, Ordering::Relaxed);
         }
+        index.merge_seams(&mut tree, &mut order, look.num_blocks);
         index.evicted(id, &self.taken);
         look
     }

@@ -111,7 +111,9 @@ impl PrefixIndex {
         };
         let new = &blocks[num_duplicates..];
         let new_tokens = &tokens[num_duplicates * self.config.block_size as usize..];
-        match self.append(namespace, &mut tree, &mut order, pin, new_tokens, new) {
+        let appended = self.append(namespace, &mut tree, &mut order, pin, new_tokens, new);
+        self.merge_seams(&mut tree, &mut order, 1);
+        match appended {
             Ok(()) => Ok(Extended { num_indexed: blocks.len(), num_duplicates }),
             Err(error) if num_duplicates == 0 => Err(error),
             Err(_) => Ok(Extended { num_indexed: num_duplicates, num_duplicates }),

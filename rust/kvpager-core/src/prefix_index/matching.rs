@@ -132,6 +132,8 @@ impl PrefixIndex {
         blocks: &mut Vec<BlockHandle>,
     ) -> Result<(Held, usize)> {
         let mut tree = namespace.write_tree();
+        // Before the path is held, and so cannot be merged.
+        self.merge_seams_in(namespace, &mut tree, 1);
         let view = self.view();
         let place = tree.walk(&view, start(&tree, key), tokens, blocks);
         let node = if place.is_partial { self.split(namespace, &mut tree, place) } else { place.node };

@@ -26,6 +26,7 @@ mod isolation;
 mod items;
 mod learned;
 mod matching;
+mod merging;
 mod namespace;
 mod order;
 mod partial;

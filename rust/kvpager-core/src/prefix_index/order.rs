@@ -88,6 +88,12 @@ impl Order {
         self.link_newest(id);
     }
 
+    /// Whether two unheld nodes were released together and are alike to the policy.
+    pub(super) fn go_together(&self, id: u32, child: u32) -> bool {
+        let alike = |id: u32| (self.slot(id).stamp, self.slot(id).class);
+        !self.has_lists() || alike(id) == alike(child)
+    }
+
     /// `head` took the first blocks of `id` and became its parent.
     pub(super) fn split(&mut self, id: u32, head: u32) {
         if !self.has_lists() {

@@ -132,6 +132,7 @@ impl PrefixIndex {
     ) -> Result<Option<PartialBlock>> {
         let namespace = self.namespaces.get(id)?;
         let mut tree = namespace.write_tree();
+        self.merge_seams_in(namespace, &mut tree, 1);
         let closest =
             place.find(namespace, &tree).and_then(|node| tree.closest_child(&self.view(), node, tokens));
         let Some((mut node, num_tokens)) = closest else { return Ok(None) };

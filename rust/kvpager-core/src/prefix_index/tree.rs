@@ -1,6 +1,7 @@
 //! The structure of one namespace: nodes of whole blocks, found by their first block.
 
 use super::child_hash::ChildHash;
+use super::merging::Seams;
 use super::roots::Roots;
 use super::token_arena::{TokenArena, same_tokens};
 use crate::ids::BlockHandle;
@@ -26,6 +27,8 @@ pub(super) struct Node {
     pub(super) holds: AtomicU32,
     /// Whether it was used since the hand of `clock` last passed it.
     pub(super) is_referenced: AtomicBool,
+    /// Whether the slot is among the tree's noted seams, whoever has it.
+    pub(super) is_seam: bool,
     /// Newest step that may still read what was released; 0 if none.
     pub(super) fence: AtomicU64,
 }
@@ -45,6 +48,7 @@ impl Node {
             previous,
             holds,
             is_referenced,
+            is_seam: false,
             fence,
         }
     }
@@ -72,6 +76,7 @@ pub(super) struct Tree {
     pub(super) roots: Roots,
     /// Where the hand of `clock` stands.
     pub(super) hand: u32,
+    pub(super) seams: Seams,
 }
 
 pub(super) const NO_NODE: u32 = u32::MAX;
@@ -80,13 +85,17 @@ impl Tree {
     pub(super) fn new() -> Self {
         let root = Node::new(Vec::new(), NO_NODE, 0);
         let (nodes, children, roots) = (vec![root], HashTable::new(), Roots::new(0));
-        Self { nodes, vacant: NO_NODE, children, roots, hand: 0 }
+        Self { nodes, vacant: NO_NODE, children, roots, hand: 0, seams: Seams::default() }
     }
 
     /// A node by its index.
     #[inline]
     pub(super) fn node(&self, id: u32) -> &Node {
         &self.nodes[id as usize]
+    }
+
+    pub(super) fn node_mut(&mut self, id: u32) -> &mut Node {
+        &mut self.nodes[id as usize]
     }
 
     /// Blocks of a node.
@@ -113,7 +122,10 @@ impl Tree {
     /// Bytes of the node array, the edges and the table.
     pub(super) fn memory_bytes(&self) -> usize {
         let edges: usize = self.nodes.iter().map(|n| n.blocks.capacity() * size_of::<BlockHandle>()).sum();
-        self.nodes.capacity() * size_of::<Node>() + edges + self.children.allocation_size()
+        self.nodes.capacity() * size_of::<Node>()
+            + edges
+            + self.children.allocation_size()
+            + self.seams.memory_bytes()
     }
 
     /// Follows `tokens` down from `start` for at most `max_blocks` whole blocks; matched blocks go to `out`.
@@ -197,7 +209,8 @@ impl Tree {
         let node = &mut self.nodes[id as usize];
         debug_assert!(0 < offset && offset < node.blocks.len());
         let tail = node.blocks.split_off(offset);
-        let head_blocks = std::mem::replace(&mut node.blocks, tail);
+        let mut head_blocks = std::mem::replace(&mut node.blocks, tail);
+        head_blocks.shrink_to_fit();
         let (parent, hash) = (node.parent, node.hash);
         let head = Node::new(head_blocks, parent, hash);
         // Relaxed: under the exclusive lock.
@@ -214,6 +227,7 @@ impl Tree {
         node.hash = hash;
         self.link_child(id);
         self.enter(id);
+        self.note_seam(head);
         head
     }
 
@@ -230,8 +244,10 @@ impl Tree {
         self.withdraw(id);
         let node = &mut self.nodes[id as usize];
         out.extend(std::mem::take(&mut node.blocks).into_iter().rev());
+        let parent = node.parent;
         self.unlink_child(id);
         self.vacate(id);
+        self.note_seam(parent);
         TailTaken { num_blocks, is_removed: true }
     }
 
@@ -242,7 +258,7 @@ impl Tree {
     }
 
     /// Enters a node among the children of its parent.
-    fn link_child(&mut self, id: u32) {
+    pub(super) fn link_child(&mut self, id: u32) {
         let parent = self.node(id).parent as usize;
         self.nodes[parent].num_children += 1;
         let next = std::mem::replace(&mut self.nodes[parent].first_child, id);
@@ -254,7 +270,7 @@ impl Tree {
     }
 
     /// Takes a node out from the children of its parent.
-    fn unlink_child(&mut self, id: u32) {
+    pub(super) fn unlink_child(&mut self, id: u32) {
         let Node { parent, next, previous, .. } = *self.node(id);
         self.nodes[parent as usize].num_children -= 1;
         if previous == NO_NODE {
@@ -282,17 +298,18 @@ impl Tree {
         }
         let slot = &mut self.nodes[id as usize];
         self.vacant = slot.parent;
-        *slot = node;
+        let is_seam = slot.is_seam;
+        *slot = Node { is_seam, ..node };
         id
     }
 
-    fn enter(&mut self, id: u32) {
+    pub(super) fn enter(&mut self, id: u32) {
         let nodes = &self.nodes;
         let hash = ChildHash::spread(nodes[id as usize].hash);
         self.children.insert_unique(hash, id, |&other| ChildHash::spread(nodes[other as usize].hash));
     }
 
-    fn withdraw(&mut self, id: u32) {
+    pub(super) fn withdraw(&mut self, id: u32) {
         let hash = ChildHash::spread(self.node(id).hash);
         if let Ok(entry) = self.children.find_entry(hash, |&other| other == id) {
             entry.remove();

@@ -135,6 +135,7 @@ fn take(
     let is_left = !order.is_empty();
     // Relaxed: under the tree's exclusive lock, which keeps those out who set it.
     namespace.is_queued.store(is_left, Ordering::Relaxed);
+    index.merge_seams(&mut tree, &mut order, taken.len());
     index.evicted(id, taken);
     is_left
 }
