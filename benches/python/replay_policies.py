@@ -77,7 +77,7 @@ def admission(traces: Path, requests: int) -> Iterator[str]:
                 continue  # its longest prompts alone exceed the pool
             study = _study(traces, name, tokens, count, policies=POLICIES)
             runs = study.run()
-            (hosted,) = _with_host_tier(replace(study, policies=("forecast",))).run_policies(None)
+            (hosted,) = _with_host_tier(replace(study, policies=("forecast",))).run_policies()
             oracle = {key: runs[0][key] for key in ("oracle", "oracle_time")}
             for run in [*runs, hosted | oracle]:
                 yield row(name, f"{tokens // 1000}k", *_cells(run))

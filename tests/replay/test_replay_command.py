@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from .commands import COMMAND, run, runs, write_lines
+from kvpager.replay.generate import WORKLOADS
+from kvpager.replay.run import CLOCKS
+
+from .commands import run, runs, write_lines
 
 KEYS = """
 trace policy eviction block_size blocks requests finished refused lookup_blocks hit_blocks prompt_tokens
@@ -60,7 +60,7 @@ def test_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_timings_are_all_that_no_timings_leaves_out() -> None:
     (timed,) = runs("generate:chat", "--requests", 50)
     (bare,) = runs("generate:chat", "--requests", 50, "--no-timings")
-    assert {key for key, value in bare.items() if value is None} == WALL
+    assert {key for key, value in bare.items() if value is None and timed[key] is not None} == WALL
     assert {key: value for key, value in timed.items() if key not in WALL} == {
         key: value for key, value in bare.items() if key not in WALL
     }
@@ -117,8 +117,24 @@ def test_run_in_which_nothing_fits_is_a_failed_check() -> None:
     assert done.returncode == 1
     (idle,) = json.loads(done.stdout)["runs"]
     assert (idle["finished"], idle["refused"], idle["virtual_time"]) == (0, {"never_fits": 5}, 0)
-    assert "none of 5 requests ran in 10 blocks of 16 tokens (5 never_fits)" in done.stderr
+    assert "none of 5 requests ran in 10 blocks of 16 tokens (5 never_fits); the first: " in done.stderr
+    assert "the pool has 10" in done.stderr, "the reason is the scheduler's own"
     assert run("generate:reasoning", "--blocks", 10, "--requests", 5).returncode == 1
+    short = run("generate:chat", "--requests", 5, "--max-model-tokens", 100, "--max-output-tokens", 90)
+    assert short.returncode == 1
+    assert "exceed the model's 100 positions" in short.stderr, "more blocks would not help"
+
+
+@pytest.mark.parametrize("options", [(), ("--overflow", "swap", "--policy", "watermark", "--blocks", 4000)])
+def test_memory_states_agree_with_each_other(options: tuple[str | int, ...]) -> None:
+    """What is held is never more than its own peak, or than what nothing shared or contiguous would take."""
+    (figures,) = runs("generate:burst", "--requests", 800, *options)
+    memory = figures["memory"]
+    assert memory["held"]["max"] == figures["peak_held"]
+    assert figures["hit_blocks"] == 0
+    for name in ("p50", "p90", "p99", "max"):
+        held = memory["held"][name]
+        assert held <= memory["held_if_nothing_were_shared"][name] <= memory["contiguous_reservation"][name]
 
 
 def test_batch_size_counts_steps() -> None:
@@ -146,18 +162,6 @@ def test_table_shows_the_formula_and_the_tail() -> None:
         assert text in done.stdout
 
 
-def test_interrupt_ends_cleanly_with_what_there_is() -> None:
-    command = [*COMMAND, "generate:reasoning", "--requests", "10000000", "--arrivals", "saturate", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        time.sleep(2.5)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (130, "")
-    (interrupted,) = json.loads(out)["runs"]
-    assert interrupted["interrupted"]
-    assert interrupted["finished"] > 0
-
-
 BAD_OPTIONS = [
     (["--policy", "hope"], 'policy is "hope"'),
     (["--eviction", "mru"], "eviction policy"),
@@ -166,6 +170,29 @@ BAD_OPTIONS = [
     (["--arrivals", "never"], "never"),
     (["--arrivals", "rate", "--rate", "0"], "rate is 0"),
     (["--max-running", "9000"], "max_running"),
+    (["--policy", "reserve,hope"], 'policy is "hope"'),
+    (["--policy", "reserve,,watermark"], "--policy is 'reserve,,watermark': a name is empty"),
+    (["--policy", "reserve, reserve"], "reserve is there twice"),
+    (["--short-by", "0,200"], "--short-by is 200"),
+    (["--seed", "9" * 30], f"seed is {'9' * 30}, must be 0 to 18446744073709551615"),
+    (["--max-prefill-chunk", "9" * 12], f"max_prefill_chunk is {'9' * 12}, must be 0 to 4294967295"),
+    (["--speed", "1e-308"], "speed is 1e-308, must be 1e-9 to 1e9"),
+    (["--speed", "nan"], "speed is NaN"),
+    (["--arrivals", "rate", "--rate", "1e300"], "rate is 1e300"),
+    (["--rate", "3"], "--rate is for --arrivals rate"),
+    (["--arrivals", "saturate", "--speed", "3"], "--speed is for --arrivals recorded"),
+    (["--sequential", "--policy", "reserve", "--tenants", "a=1"], "--policy, --tenants would be ignored"),
+    (["--hardware", "8b-a100", "--calibrate", "x.csv"], "choose one"),
+    (["--reuse", "off", "--eviction", "lru"], "nothing to evict"),
+    (["--overflow", "recompute", "--host-blocks", "3"], "--host-blocks is for"),
+    (["--slo", "ttft_p99=1s"], "--slo and --find go together"),
+    (["--slo", "ttft_p99=...s", "--find", "rate"], "--slo has 'ttft_p99=...s'"),
+    (["--slo", "ttft_p99=0s", "--find", "rate"], "expected a bound above 0"),
+    (["--slo", "ttft_p99=1s", "--find", "rate", "--report", "x.html"], "--report would be ignored"),
+    (["--report", "/nowhere/x.html"], "--report /nowhere/x.html: /nowhere: there is no such directory"),
+    (["--report", "/tmp"], "--report /tmp: is a directory"),
+    (["--png", __file__], "is not a directory"),
+    (["--png", f"{__file__}/below"], "is not a directory"),
 ]
 
 
@@ -175,3 +202,22 @@ def test_bad_options_are_one_line_and_exit_code_2(options: list[str], text: str)
     assert done.returncode == 2
     assert text in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_output_that_cannot_be_written_is_refused_before_the_run() -> None:
+    """Ten million requests would take minutes."""
+    for options in (("--report", "/nowhere/x.html"), ("--png", __file__)):
+        done = run("generate:chat", "--requests", 10_000_000, *options)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_spaces_around_names_do_not_count() -> None:
+    compared = runs("generate:chat", "--requests", 20, "--policy", "reserve, watermark ", "--no-oracle")
+    assert [run["policy"] for run in compared] == ["reserve", "watermark"]
+
+
+def test_help_names_every_preset_and_workload() -> None:
+    text = " ".join(run("--help").stdout.replace("│", " ").split())
+    for name in (*CLOCKS, *WORKLOADS):
+        assert name in text
+    assert "…" not in text

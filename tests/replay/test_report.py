@@ -48,6 +48,23 @@ def test_page_is_one_file_that_asks_for_nothing(page: Path) -> None:
     assert data["eviction_curves"][0]["hit_percent"] == sorted(data["eviction_curves"][0]["hit_percent"])
 
 
+def test_names_in_the_trace_cannot_end_the_data_or_hide_the_page(tmp_path: Path) -> None:
+    names = ["</script><b>", "<!--<script>", "a&b"]
+    rows = [
+        {"input_length": 50, "output_length": 3, "timestamp": i, "tenant": names[i % 3]} for i in range(9)
+    ]
+    out = tmp_path / "out.html"
+    assert run(write_lines(tmp_path / "trace.jsonl", rows), "--report", out).returncode == 0
+    text = out.read_text()
+    data = re.search(r'id="data">(.*?)</script>', text, re.S)
+    assert data is not None
+    assert "<" not in data[1]
+    assert [tenant["tenant"] for tenant in json.loads(data[1])["runs"][0]["tenants"]] == names
+    if find_browser() is not None:
+        page = browser("--virtual-time-budget=3000", "--dump-dom", out.as_uri(), profile=tmp_path / "profile")
+        assert 'data-ready="yes"' in page.stdout
+
+
 def browser(*arguments: str, profile: Path) -> subprocess.CompletedProcess[str]:
     found = find_browser()
     if found is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import os
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -28,6 +29,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Plain help: the boxes of the rich one cut option names and words off in a narrow terminal.
+    rich_markup_mode=None,
 )
 
 
@@ -56,18 +59,30 @@ def main() -> None:
     """Runs the command line; bad input is one line on stderr and exit code 2, never a traceback."""
     try:
         code = app(standalone_mode=False)
-    except typer.Abort:
+        sys.stdout.flush()
+    except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
+    except SystemExit as ended:
+        # Libraries turn a closed pipe into an exit of their own.
+        if isinstance(ended.__context__, BrokenPipeError):
+            _leave_pipe()
+        raise
     except _UsageError as usage:
         if type(usage).__name__ == "NoArgsIsHelpError":
             usage.show()
             sys.exit(2)
         _fail(usage.format_message())
     except BrokenPipeError:
-        sys.exit(141)
+        _leave_pipe()
     except (KvPagerError, OSError, OverflowError, RecursionError, UnicodeError, csv.Error) as error:
         _fail(str(error))
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _leave_pipe() -> NoReturn:
+    """Whoever reads the output has seen enough, as `head` has: nothing more is written, nothing is wrong."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(0)
 
 
 def _fail(text: str) -> NoReturn:

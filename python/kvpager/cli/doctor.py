@@ -30,7 +30,7 @@ _PACKAGES = {
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("doctor")(_doctor)
+    app.command("doctor", short_help="Show what of this installation works.")(_doctor)
 
 
 def _doctor(

@@ -50,7 +50,7 @@ class _Options:
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("generate")(_generate)
+    app.command("generate", short_help="Generate text over paged KV memory.")(_generate)
 
 
 def _generate(

@@ -22,7 +22,7 @@ __all__ = ["plan", "register"]
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("plan")(plan)
+    app.command("plan", short_help="Say what fits on a device, part by part.")(plan)
 
 
 Size = Annotated[str | None, typer.Option(metavar="BYTES", show_default="estimated")]
@@ -94,11 +94,13 @@ def plan(
 
     files = read_model_files(config)
     try:
-        geometry = KvGeometry.from_config_json(
-            files.config, kv_dtype=kv_dtype, kv_scales=kv_scales, tensor_parallel=tp, pipeline_parallel=pp
-        )
+        KvGeometry.from_config_json(files.config)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{files.path}: {error}") from error
+    # The file is whole: what is refused now is how it is deployed.
+    geometry = KvGeometry.from_config_json(
+        files.config, kv_dtype=kv_dtype, kv_scales=kv_scales, tensor_parallel=tp, pipeline_parallel=pp
+    )
     given = {
         "weights": size(weights, "--weights"),
         "activations": size(activations, "--activations"),

@@ -25,7 +25,7 @@ INSTRUCTION_STEPS = 2000
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("profile")(profile)
+    app.command("profile", short_help="Time steps of the scheduler.")(profile)
 
 
 def profile(

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpager.cli.replay_checks import check_outputs, check_usage, names_in
 from kvpager.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvpager.replay.run import Report
     from kvpager.replay.study import Study
     from kvpager.replay.trace import Trace
+    from kvpager.replay.watch import Report, Watch
 
 __all__ = ["register", "replay"]
 
@@ -26,17 +27,20 @@ DEFAULT_POOL_TOKENS = 1_000_000
 _Trace = Annotated[
     str,
     typer.Argument(
-        metavar="TRACE", help="A file, directory or archive, or generate:chat|long-chat|reasoning|burst|…"
+        metavar="TRACE",
+        help="A file, directory or archive, or generate:NAME, drawn from published lengths: chat, long-chat, "
+        "reasoning, summarisation, short, essays, shift, shock, burst.",
     ),
 ]
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("replay")(replay)
+    app.command("replay", short_help="Run a real workload in virtual time.")(replay)
 
 
 def replay(
+    context: typer.Context,
     trace: _Trace,
     *,
     policy: Annotated[
@@ -63,8 +67,12 @@ def replay(
         str | None,
         typer.Option(help="recorded, rate or saturate; default: recorded, if the trace has times."),
     ] = None,
-    speed: Annotated[float, typer.Option(help="Of recorded arrivals; 2 halves every gap.")] = 1.0,
-    rate: Annotated[float, typer.Option(help="Requests a second, for --arrivals rate.")] = 1.0,
+    speed: Annotated[
+        float, typer.Option(help="Of recorded arrivals, 1e-9 to 1e9; 2 halves every gap.")
+    ] = 1.0,
+    rate: Annotated[
+        float, typer.Option(help="Requests a second, for --arrivals rate; where --find rate begins.")
+    ] = 1.0,
     reuse: Annotated[str, typer.Option(help="on or off: look prefixes up and keep them.")] = "on",
     requests: Annotated[int | None, typer.Option(min=1, help="Take the first N, or draw N.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")] = 0,
@@ -83,7 +91,9 @@ def replay(
     max_running: Annotated[int, typer.Option(min=1, max=1 << 16, help="Sequences of a step.")] = 1024,
     max_model_tokens: Annotated[int | None, typer.Option(min=1, max=1 << 24, help="Longest request.")] = None,
     max_prefill_chunk: Annotated[int, typer.Option(min=0, help="Longest prefill chunk; 0: the budget.")] = 0,
-    hardware: Annotated[str, typer.Option(help="Preset of the step time.")] = "8b-hbm3",
+    hardware: Annotated[
+        str, typer.Option(help="Preset of the step time: 8b-hbm3, 8b-a100, 70b-hbm3x4.")
+    ] = "8b-hbm3",
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -96,16 +106,24 @@ def replay(
         str | None,
         typer.Option(
             metavar="RULE",
-            help="Who gets which request: a=3,b=1 by share; prompt:short<=1024,long by length (or output:…); "
+            help="Who gets which request: a=3,b=1 by share; prompt:short<=1024,long by length, or output:; "
             "session:8; round-robin:4; field:NAME or field:NAME~REGEX.",
         ),
     ] = None,
     short_by: Annotated[
         str,
-        typer.Option(metavar="0,1,5", help="Run again on devices that lack so many percent of the blocks."),
+        typer.Option(
+            metavar="PERCENTS",
+            help="Like 0,1,5: run again on devices that lack so many percent of the blocks.",
+        ),
     ] = "0",
     slo: Annotated[
-        str | None, typer.Option(metavar="ttft_p99=2s,…", help="Bounds on ttft, tpot, gap, queue for --find.")
+        str | None,
+        typer.Option(
+            metavar="BOUNDS",
+            help="For --find, like ttft_p99=2s,tpot_p99=50ms: ttft, tpot, gap or queue, at p50, p90, p99, "
+            "p999 or max.",
+        ),
     ] = None,
     find: Annotated[
         str | None, typer.Option(help="blocks or rate: the fewest blocks or highest rate that meets --slo.")
@@ -126,15 +144,15 @@ def replay(
     from kvpager.replay.study import Study
     from kvpager.replay.tenants import parse_tenants
 
+    check_usage(_given(context))
+    check_outputs(report, png)
     if tenants is not None:
         parse_tenants(tenants)
     if hardware not in CLOCKS:
         raise InvalidArgumentError(f"--hardware is {hardware!r}, expected {', '.join(CLOCKS)}")
     if reuse not in ("on", "off"):
         raise InvalidArgumentError(f"--reuse is {reuse!r}, expected on or off")
-    if (slo is None) != (find is None):
-        raise InvalidArgumentError("--slo and --find go together: what must hold, and what to look for")
-    overflows = tuple(overflow.split(","))
+    overflows = names_in(overflow, "--overflow")
     pool_blocks = blocks or max(1, DEFAULT_POOL_TOKENS // block_size)
     if host_blocks is None:
         host_blocks = 4 * pool_blocks if "swap" in overflows else 0
@@ -159,8 +177,8 @@ def replay(
     study = Study(
         source=trace,
         settings=settings,
-        policies=tuple(policy.split(",")),
-        evictions=tuple(eviction.split(",")),
+        policies=names_in(policy, "--policy"),
+        evictions=names_in(eviction, "--eviction"),
         overflows=overflows,
         format_name=format_name,
         skip_bad=skip_bad,
@@ -170,10 +188,23 @@ def replay(
         tenants=tenants,
         short_by=_percents(short_by),
     )
+    study.check()
+    if "speed" in _given(context) and settings.arrivals != "recorded":
+        raise InvalidArgumentError(f"--speed is of recorded arrivals, and {trace} has no times")
     if slo is not None and find is not None:
         _search(study, slo, find, as_json=as_json)
     else:
         _compare(study, first, report, png, timings=timings, as_json=as_json)
+
+
+def _given(context: typer.Context) -> dict[str, object]:
+    """The options that were written on the command line."""
+    sources = ((name, context.get_parameter_source(name)) for name in context.params)
+    return {
+        name: context.params[name]
+        for name, source in sources
+        if source is not None and source.name == "COMMANDLINE"
+    }
 
 
 def _calibrated(path: Path) -> tuple[float, float, float]:
@@ -199,79 +230,112 @@ def _compare(
     study: Study, trace: Trace, page: Path | None, png: Path | None, *, timings: bool, as_json: bool
 ) -> None:
     from kvpager.replay.run import without_timings
+    from kvpager.replay.watch import Watch, asked_to_stop
 
-    with _progress(trace, study, shown=not as_json) as progress:
-        runs = study.run(progress)
-    if not timings:
-        runs = [without_timings(run) for run in runs]
-    if page is not None or png is not None:
-        _write_report(study, trace, runs, page, png)
+    with asked_to_stop() as stop:
+        with _progress(trace, study, shown=not as_json) as report:
+            watch = Watch(report, stop)
+            runs = study.run(watch)
+        if not timings:
+            runs = [without_timings(run) for run in runs]
+        whole = True
+        if runs and (page is not None or png is not None):
+            whole = _write_report(study, trace, runs, page, png, Watch(stop=stop))
+    omitted = study.planned()[len(runs) :]
+    interrupted = bool(omitted) or not whole or any(run["interrupted"] for run in runs)
     if as_json:
-        typer.echo(json.dumps({"runs": runs}))
+        typer.echo(json.dumps({"runs": runs, "interrupted": interrupted, "omitted": omitted}))
     else:
-        from kvpager.cli.replay_tables import print_runs
+        from kvpager.cli.replay_tables import print_omitted, print_runs
 
-        print_runs(runs, trace, study.settings)
-    if any(run["interrupted"] for run in runs):
+        if runs:
+            print_runs(runs, trace, study.settings)
+        if interrupted:
+            print_omitted(omitted)
+    _say_skipped(runs)
+    if interrupted:
         raise typer.Exit(130)
+    _check_ran(runs)
+
+
+def _say_skipped(runs: list[dict[str, Any]]) -> None:
+    """Bad lines that were skipped, on stderr: the figures are not of the whole trace."""
+    worst = max(runs, key=lambda run: int(run["skipped_lines"]), default=None)
+    if worst is not None and worst["skipped_lines"]:
+        count = worst["skipped_lines"]
+        lines = "1 bad line" if count == 1 else f"{count:,} bad lines"
+        typer.echo(f"kvpager: {lines} skipped, the first: {worst['first_skipped_line']}", err=True)
+
+
+def _check_ran(runs: list[dict[str, Any]]) -> None:
+    """Exits with 1 if a run finished nothing, with what became of its requests."""
     idle = next((run for run in runs if not run["finished"]), None)
-    if idle is not None:
-        refused = ", ".join(f"{count:,} {reason}" for reason, count in idle["refused"].items())
-        typer.echo(
-            f"kvpager: {idle['policy']}: none of {idle['requests']:,} requests ran in {idle['blocks']:,} "
-            f"blocks of {idle['block_size']} tokens ({refused}): give more --blocks or fewer "
-            "--max-output-tokens",
-            err=True,
-        )
-        raise typer.Exit(1)
+    if idle is None:
+        return
+    ends = idle["refused"] | idle.get("ended_otherwise", {})
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in ends.items())
+    first = f"; the first: {idle['first_refusal']}" if idle["first_refusal"] else ""
+    typer.echo(
+        f"kvpager: {idle['policy']}: none of {idle['requests']:,} requests ran in {idle['blocks']:,} "
+        f"blocks of {idle['block_size']} tokens ({counts}){first}",
+        err=True,
+    )
+    raise typer.Exit(1)
 
 
 def _write_report(
-    study: Study, trace: Trace, runs: list[dict[str, Any]], page: Path | None, png: Path | None
-) -> None:
+    study: Study,
+    trace: Trace,
+    runs: list[dict[str, Any]],
+    page: Path | None,
+    png: Path | None,
+    watch: Watch,
+) -> bool:
+    """Writes the page and the pictures; False if it was stopped before all was there."""
     from kvpager.replay.report import eviction_curves, plots_of, write_plots, write_report
 
     with TemporaryDirectory() as directory:
         target = page or Path(directory) / "report.html"
-        interrupted = any(run["interrupted"] for run in runs)
-        curves = [] if interrupted else eviction_curves(study)
+        curves = eviction_curves(study, watch)
         try:
-            write_report(target, runs, trace, study, curves)
+            write_report(target, runs, trace, study, curves or [])
         except OSError as error:
             raise InvalidArgumentError(f"{target}: {error.strerror or error}") from error
-        if png is not None:
-            write_plots(target, png, plots=plots_of(runs, curves))
+        if png is not None and not watch.stop():
+            write_plots(target, png, plots=plots_of(runs, curves or []))
+            return curves is not None
+    return curves is not None and png is None
 
 
 def _search(study: Study, slo: str, what: str, *, as_json: bool) -> None:
     from kvpager.replay.search import find, parse_objectives
+    from kvpager.replay.watch import Watch, asked_to_stop
 
     objectives = parse_objectives(slo)
-    try:
-        with _progress(study.open(), study, shown=not as_json) as progress:
-            result = find(study, objectives, what=what, report=progress)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    with asked_to_stop() as stop, _progress(study.open(), study, shown=not as_json) as report:
+        result = find(study, objectives, what=what, watch=Watch(report, stop))
     run = result.pop("run")
+    runs = [run] if run else []
     if as_json:
-        typer.echo(json.dumps({"search": result, "runs": [run] if run else []}))
+        typer.echo(json.dumps({"search": result, "runs": runs}))
     else:
         from kvpager.cli.replay_tables import print_search
 
         print_search(result)
+    _say_skipped(runs)
+    if result["interrupted"]:
+        raise typer.Exit(130)
     if run is None:
         raise typer.Exit(1)
-
-
-def _silent(_ended: int, _steps: int, _now: float) -> None:
-    """Shows nothing."""
 
 
 @contextmanager
 def _progress(trace: Trace, study: Study, *, shown: bool) -> Iterator[Report]:
     """A progress line on stderr: requests, rate, time left. Silent when stderr is no terminal."""
+    from kvpager.replay.watch import UNWATCHED
+
     if not shown or not sys.stderr.isatty():
-        yield _silent
+        yield UNWATCHED.report
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

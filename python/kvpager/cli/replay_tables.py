@@ -12,7 +12,7 @@ from rich.table import Table
 from kvpager.replay.run import RunSettings, served_tokens
 from kvpager.replay.trace import Trace
 
-__all__ = ["print_runs", "print_search"]
+__all__ = ["print_omitted", "print_runs", "print_search"]
 
 Run = dict[str, Any]
 
@@ -56,9 +56,19 @@ def print_runs(runs: list[Run], trace: Trace, settings: RunSettings) -> None:
                 console.print(_tenant_table(run))
     if overflows:
         console.print(_overflow_table(runs))
-    for run in runs:
-        if run["interrupted"]:
-            console.print("Interrupted: the figures are of what had run.")
+
+
+def print_omitted(omitted: list[dict[str, Any]]) -> None:
+    """Says that the figures are of what had run, and what had not.
+
+    Args:
+        omitted: runs that were planned and not begun.
+    """
+    text = "Interrupted: the figures are of what had run."
+    if omitted:
+        names = (f"{_title(run)} in {run['blocks']:,} blocks" for run in omitted)
+        text += f" Not run: {'; '.join(names)}."
+    Console(highlight=False).print(escape(text))
 
 
 def print_search(result: dict[str, Any]) -> None:
@@ -74,10 +84,28 @@ def print_search(result: dict[str, Any]) -> None:
     )
     for row in sorted(result["tries"], key=lambda row: row[result["what"]]):
         refused = "refuses requests" if row["refused"] else "yes" if row["met"] else "no"
-        table.add_row(f"{row[result['what']]:,.6g}", *(f"{row[name]:.4g}" for name in bounds), refused)
+        table.add_row(_number(row[result["what"]]), *(_number(row[name]) for name in bounds), refused)
     console.print(table)
-    found = "nothing meets this" if result["found"] is None else f"{result['found']:,.6g}"
-    console.print(f"{'Fewest blocks' if result['what'] == 'blocks' else 'Highest rate'}: {found}")
+    console.print(_found(result))
+
+
+def _found(result: dict[str, Any]) -> str:
+    """The answer, and what keeps it from being one."""
+    name = "Fewest blocks" if result["what"] == "blocks" else "Highest rate"
+    found = "nothing meets this" if result["found"] is None else _number(result["found"])
+    if result["interrupted"]:
+        found = "nothing yet" if result["found"] is None else f"{found} so far"
+        return f"Interrupted. {name}: {found}"
+    if result["at_limit"]:
+        return f"{name}: at least {found}; no higher one was tried"
+    return f"{name}: {found}"
+
+
+def _number(value: float) -> str:
+    """A number without an exponent: whole from a thousand on, else four figures."""
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.4f}".rstrip("0") if abs(value) < 0.1 else f"{value:.4g}"
 
 
 def _title(run: Run) -> str:
@@ -95,9 +123,7 @@ def _refused(run: Run) -> str:
 
 
 def _quantiles(values: dict[str, float], *names: str) -> str:
-    return " / ".join(
-        f"{values[name]:,.0f}" if values[name] >= 1000 else f"{values[name]:.4g}" for name in names
-    )
+    return " / ".join(_number(values[name]) for name in names)
 
 
 def _timed(run: Run, key: str, shown: Callable[[Any], str]) -> str:
@@ -120,6 +146,7 @@ _SEQUENTIAL: list[_Row] = [
     ("requests", lambda run: f"{run['requests']:,}"),
     ("finished", lambda run: f"{run['finished']:,}"),
     ("refused", _refused),
+    ("skipped lines", lambda run: f"{run['skipped_lines']:,}"),
     ("blocks", lambda run: f"{run['blocks']:,}"),
     ("hit blocks", lambda run: f"{run['hit_blocks']:,} of {run['lookup_blocks']:,}"),
     ("hit rate, tokens", lambda run: _rate(run["hit_tokens"], run["prompt_tokens"])),
@@ -193,7 +220,7 @@ def _latency_table(run: Run) -> Table:
         for name, title in _LATENCIES:
             values = group["latency"][name]
             if values["count"]:
-                shown = (f"{values[key]:.4g}" for key in ("p50", "p90", "p99", "p999", "max"))
+                shown = (_number(values[key]) for key in ("p50", "p90", "p99", "p999", "max"))
                 table.add_row(title, label, f"{values['count']:,}", *shown)
     return table
 

@@ -49,7 +49,7 @@ class _Options:
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("serve")(_serve)
+    app.command("serve", short_help="Serve the OpenAI endpoints.")(_serve)
 
 
 def _serve(

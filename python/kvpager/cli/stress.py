@@ -43,7 +43,7 @@ class Run(Protocol):
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("stress")(stress)
+    app.command("stress", short_help="Work the block pool hard, and check it.")(stress)
 
 
 def stress(

@@ -43,7 +43,7 @@ def read_model_files(path: Path) -> ModelFiles:
     if config.suffix == ".gguf":
         return _read_gguf(config)
     try:
-        text = config.read_text(encoding="utf-8")
+        text = config.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InvalidArgumentError(f"{config}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvpager.errors import InvalidArgumentError
 from kvpager.replay.columns import BadLines
 from kvpager.replay.tables import header
-from kvpager.replay.text import numbered_lines
+from kvpager.replay.text import cells_of, numbered_lines
 
 __all__ = ["Calibration", "calibrate"]
 
@@ -102,8 +102,8 @@ def _read(path: Path) -> tuple[_Floats, _Floats, _Floats]:
     lines = numbered_lines(path, bad)
     next(lines, None)
     for number, line in lines:
-        cells = line.decode("utf-8", errors="replace").split(",")
         try:
+            cells = cells_of(line)
             values = [float(cells[place]) for place in places]
         except (ValueError, IndexError):
             values = [-1.0]

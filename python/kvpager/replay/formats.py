@@ -8,7 +8,7 @@ import msgspec
 
 from kvpager.errors import InvalidArgumentError
 from kvpager.replay.archive import is_archive, members
-from kvpager.replay.columns import BadLines
+from kvpager.replay.columns import BadLines, LineError
 from kvpager.replay.generate import generate
 from kvpager.replay.mooncake import read_mooncake
 from kvpager.replay.requests_jsonl import read_requests
@@ -16,7 +16,7 @@ from kvpager.replay.servegen import read_servegen
 from kvpager.replay.sessions import read_sessions
 from kvpager.replay.tables import AZURE_COLUMNS, header, read_azure, read_lengths
 from kvpager.replay.tenants import FieldRule
-from kvpager.replay.text import first_line
+from kvpager.replay.text import decode_json, first_line
 from kvpager.replay.trace import Trace
 
 __all__ = ["FORMATS", "detect_format", "open_trace"]
@@ -55,6 +55,8 @@ def open_trace(
     bad = BadLines(path, skip=skip_bad)
     if not path.exists():
         raise InvalidArgumentError(f"{path}: no such file or directory")
+    if not (path.is_file() or path.is_dir()):
+        raise InvalidArgumentError(f"{path}: neither a file nor a directory; a pipe cannot be read twice")
     name = detect_format(path, bad) if format_name == "auto" else format_name
     if name in ("mooncake", "sessions", "servegen"):
         _refuse_field(tenants, name)
@@ -120,8 +122,8 @@ def _detect_members(path: Path, bad: BadLines) -> str:
 
 def _detect_json(line: bytes) -> str:
     try:
-        row = msgspec.json.decode(line)
-    except msgspec.DecodeError:
+        row = decode_json(msgspec.json.decode, line)
+    except LineError:
         return "mooncake"
     plain = {"timestamp", "input_length", "output_length", "hash_ids"}
     return "mooncake" if isinstance(row, dict) and set(row) == plain else "requests"

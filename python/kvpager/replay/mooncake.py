@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from kvpager.replay.columns import BadLines, Columns, ColumnsBuilder, LineError
-from kvpager.replay.text import numbered_lines
+from kvpager.replay.text import decode_json, numbered_lines
 from kvpager.replay.trace import Trace
 
 __all__ = ["read_mooncake"]
@@ -38,14 +38,14 @@ def _requests(path: Path, bad: BadLines) -> Iterator[Columns]:
     decode = msgspec.json.Decoder(_Row).decode
     for number, line in numbered_lines(path, bad):
         try:
-            row = decode(line)
+            row = decode_json(decode, line)
             builder.append(
                 arrival=row.timestamp / 1000,
                 prompt_tokens=row.input_length,
                 output_tokens=row.output_length,
                 hash_ids=row.hash_ids,
             )
-        except (msgspec.DecodeError, LineError) as error:
+        except LineError as error:
             bad.report(number, str(error))
         yield from builder.full()
     yield from builder.rest()

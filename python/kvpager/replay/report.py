@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,22 @@ from kvpager.errors import KvPagerError, MissingDependencyError
 from kvpager.replay.run import without_timings
 from kvpager.replay.study import Study
 from kvpager.replay.trace import Trace
+from kvpager.replay.watch import UNWATCHED, Watch
 
-__all__ = ["PLOTS", "eviction_curves", "find_browser", "plots_of", "write_plots", "write_report"]
+__all__ = [
+    "NO_BROWSER",
+    "PLOTS",
+    "eviction_curves",
+    "find_browser",
+    "plots_of",
+    "write_plots",
+    "write_report",
+]
 
 PLOTS = ("summary", "memory", "batch", "latency", "policies", "burst", "tenants", "eviction")
 """The figures of the page, by their id."""
+
+NO_BROWSER = "--png needs a Chromium: install the package chromium of the distribution"
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell")
 
@@ -43,6 +54,7 @@ def write_report(
             (
                 f"{settings.blocks:,} blocks of {settings.block_size} tokens, arrivals {settings.arrivals}, ",
                 f"reuse {'on' if settings.reuse else 'off'}.",
+                " Interrupted: the figures are of what had run." if any(_cut(runs, study)) else "",
                 *(f" {note}." for note in trace.notes),
             )
         ),
@@ -50,15 +62,22 @@ def write_report(
         "eviction_curves": curves,
     }
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    # "</" must not end the script element that holds the data.
-    path.write_text(page.replace("@DATA@", json.dumps(data).replace("</", "<\\/")), encoding="utf-8")
+    # Inside a script element "</script" ends it and "<!--" changes what ends it: no "<" is left.
+    path.write_text(page.replace("@DATA@", json.dumps(data).replace("<", "\\u003c")), encoding="utf-8")
 
 
-def eviction_curves(study: Study) -> list[dict[str, Any]]:
+def _cut(runs: list[dict[str, Any]], study: Study) -> Iterator[bool]:
+    """What a study that was stopped lacks."""
+    yield len(runs) < len(study.planned())
+    yield from (run["interrupted"] for run in runs)
+
+
+def eviction_curves(study: Study, watch: Watch = UNWATCHED) -> list[dict[str, Any]] | None:
     """Hit rates of index and pool alone at an eighth to four times the study's blocks, by eviction policy.
 
     Returns:
-        `eviction`, `blocks[]` and `hit_percent[]` of each; empty for a workload without prefix ids.
+        `eviction`, `blocks[]` and `hit_percent[]` of each; empty for a workload without prefix ids, None if
+        it was asked to stop.
     """
     if not study.settings.reuse or study.open().hash_block == 0:
         return []
@@ -68,7 +87,10 @@ def eviction_curves(study: Study) -> list[dict[str, Any]]:
         hits = []
         for blocks in sizes:
             part = replace(study, settings=replace(study.settings, blocks=blocks), evictions=(eviction,))
-            (run,) = replace(part, sequential=True).run_policies(None)
+            found = replace(part, sequential=True).run_policies(watch)
+            if not found or found[0]["interrupted"]:
+                return None
+            run = found[0]
             hits.append(100 * run["hit_blocks"] / max(1, run["lookup_blocks"]))
         curves.append({"eviction": eviction, "blocks": sizes, "hit_percent": hits})
     return curves
@@ -110,9 +132,7 @@ def write_plots(report: Path, directory: Path, *, plots: Sequence[str] = PLOTS) 
     """
     browser = find_browser()
     if browser is None:
-        raise MissingDependencyError(
-            "--png needs a Chromium: install the package chromium of the distribution"
-        )
+        raise MissingDependencyError(NO_BROWSER)
     directory.mkdir(parents=True, exist_ok=True)
     pictures = []
     for plot in plots:

@@ -10,7 +10,7 @@ import msgspec
 
 from kvpager.replay.columns import BadLines, Columns, ColumnsBuilder, LineError
 from kvpager.replay.tenants import FieldRule, TenantNames
-from kvpager.replay.text import numbered_lines
+from kvpager.replay.text import decode_json, numbered_lines
 from kvpager.replay.trace import Trace
 
 __all__ = ["read_requests"]
@@ -64,12 +64,12 @@ class _Reader:
         first = True
         for _, line in numbered_lines(self._path, quiet):
             try:
-                row = msgspec.json.decode(line)
+                row = decode_json(msgspec.json.decode, line)
                 if isinstance(row, dict):
                     if first:
                         self._trace.has_times, first = _time(row) is not None, False
                     self._tenant(row)
-            except (msgspec.DecodeError, LineError):
+            except LineError:
                 continue
 
     def requests(self) -> Iterator[Columns]:
@@ -77,13 +77,13 @@ class _Reader:
         arrival = 0.0
         for number, line in numbered_lines(self._path, self._bad):
             try:
-                row = msgspec.json.decode(line)
+                row = decode_json(msgspec.json.decode, line)
                 if not isinstance(row, dict):
                     raise LineError("expected a JSON object")
                 time = _time(row)
                 arrival = arrival if time is None else time
                 self._append(builder, row, arrival)
-            except (msgspec.DecodeError, LineError) as error:
+            except LineError as error:
                 self._bad.report(number, str(error))
             yield from builder.full()
         yield from builder.rest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvpager.errors import InvalidArgumentError
 from kvpager.replay.columns import Columns
 from kvpager.replay.trace import Trace
 from kvpager.replay.transforms import limited
+from kvpager.replay.watch import UNWATCHED, Watch
 
 __all__ = [
     "CLOCKS",
@@ -42,9 +43,6 @@ SWAP_BYTES_PER_SECOND = 25e9
 
 PIECE_SECONDS = 0.1
 """About how long the interpreter stays out of the loop."""
-
-Report = Callable[[int, int, float], None]
-"""Called with requests ended, steps, virtual seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,32 +91,41 @@ class RunSettings:
         return *self.clock, self.block_size * SWAP_BYTES_PER_TOKEN / SWAP_BYTES_PER_SECOND
 
 
-def _drive(run: Replay | Oracle, requests: Iterator[Columns], report: Report | None) -> bool:
-    """Feeds and advances a run to its end; False if Ctrl-C ended it."""
+def _drive(run: Replay | Oracle, requests: Iterator[Columns], watch: Watch) -> bool:
+    """Feeds and advances a run to its end; False if it was asked to stop before."""
     steps = 256
-    try:
-        while True:
-            began = time.perf_counter()
-            state = run.advance(steps)
-            if state == "done":
-                return True
-            if state == "needs_input":
-                columns = next(requests, None)
-                if columns is None:
-                    run.close()
-                else:
-                    run.push(columns)
-                continue
-            elapsed = time.perf_counter() - began
-            steps = max(16, min(1 << 20, int(steps * PIECE_SECONDS / max(elapsed, 1e-6)), steps * 4))
-            if report is not None and isinstance(run, Replay):
-                report(run.num_ended, run.num_steps, run.now)
-    except KeyboardInterrupt:
-        return False
+    while True:
+        began = time.perf_counter()
+        state = run.advance(steps)
+        if state == "done":
+            return True
+        if watch.stop():
+            return False
+        if state == "needs_input":
+            columns = next(requests, None)
+            if columns is None:
+                run.close()
+            else:
+                run.push(columns)
+            continue
+        elapsed = time.perf_counter() - began
+        steps = max(16, min(1 << 20, int(steps * PIECE_SECONDS / max(elapsed, 1e-6)), steps * 4))
+        if isinstance(run, Replay):
+            watch.report(run.num_ended, run.num_steps, run.now)
+
+
+def _first(trace: Trace, requests: Iterator[Columns]) -> Columns:
+    """The first block of requests; a workload without any is an error."""
+    first = next(requests, None)
+    if first is not None:
+        return first
+    bad = trace.bad
+    skipped = f": {bad.count} bad lines skipped, the first: {bad.first}" if bad.count else ""
+    raise InvalidArgumentError(f"{bad.path}: no requests in it{skipped}")
 
 
 def run_replay(
-    trace: Trace, settings: RunSettings, *, policy: str, eviction: str, report: Report | None = None
+    trace: Trace, settings: RunSettings, *, policy: str, eviction: str, watch: Watch = UNWATCHED
 ) -> dict[str, Any]:
     """Runs a workload through scheduler, index and pool.
 
@@ -127,19 +134,17 @@ def run_replay(
         settings: the run.
         policy: admission policy.
         eviction: eviction policy.
-        report: called now and then with the progress.
+        watch: looks at it now and then.
 
     Returns:
-        The run's object of `kvpager replay --json`; `interrupted` says if Ctrl-C ended it early.
+        The run's object of `kvpager replay --json`; `interrupted` says if it was stopped early.
 
     Raises:
         InvalidArgumentError: for bad input or settings.
     """
     began = time.perf_counter()
     requests = limited(trace.requests, settings.requests)
-    first = next(requests, None)
-    if first is None:
-        raise InvalidArgumentError(f"{trace.bad.path}: no requests in it")
+    first = _first(trace, requests)
     replay = Replay(
         settings,
         policy=policy,
@@ -148,7 +153,7 @@ def run_replay(
         tenants=trace.tenants or ["all"],
     )
     replay.push(first)
-    finished = _drive(replay, requests, report)
+    finished = _drive(replay, requests, watch)
     result: dict[str, Any] = json.loads(replay.report_json())
     result |= {
         "trace": trace.name,
@@ -158,6 +163,7 @@ def run_replay(
         "host_blocks": settings.host_blocks,
         "arrivals": settings.arrivals,
         "skipped_lines": trace.bad.count,
+        "first_skipped_line": trace.bad.first,
         "interrupted": not finished,
         "oracle_time": None,
         "fairness": _jain([served_tokens(tenant) for tenant in result["tenants"]]),
@@ -191,7 +197,7 @@ def _jain(shares: list[int]) -> float:
 
 
 def run_sequential(
-    trace: Trace, settings: RunSettings, *, eviction: str, report: Report | None = None
+    trace: Trace, settings: RunSettings, *, eviction: str, watch: Watch = UNWATCHED
 ) -> dict[str, Any]:
     """Runs a workload through index and pool alone, one request at a time in file order.
 
@@ -201,13 +207,11 @@ def run_sequential(
         trace: the workload; its requests are used up.
         settings: the run; only blocks, block size and requests matter.
         eviction: eviction policy.
-        report: called now and then with the progress.
+        watch: looks at it now and then.
     """
     began = time.perf_counter()
     requests = limited(trace.requests, settings.requests)
-    first = next(requests, None)
-    if first is None:
-        raise InvalidArgumentError(f"{trace.bad.path}: no requests in it")
+    first = _first(trace, requests)
     replay = SequentialReplay(
         settings.blocks,
         settings.block_size,
@@ -215,16 +219,12 @@ def run_sequential(
         hash_block=trace.hash_block or 512,
         tenants=trace.tenants or ["all"],
     )
-    finished = True
     columns: Columns | None = first
-    try:
-        while columns is not None:
-            replay.push(columns)
-            if report is not None:
-                report(dict(replay.counts())["requests"], 0, 0.0)
-            columns = next(requests, None)
-    except KeyboardInterrupt:
-        finished = False
+    while columns is not None and not watch.stop():
+        replay.push(columns)
+        watch.report(dict(replay.counts())["requests"], 0, 0.0)
+        columns = next(requests, None)
+    finished = columns is None
     counts = dict(replay.counts())
     hit_tokens = counts["hit_blocks"] * settings.block_size
     unused = dict.fromkeys(
@@ -248,6 +248,7 @@ def run_sequential(
         "requests": counts["requests"],
         "finished": counts["requests"] - counts["too_long"],
         "refused": {"never_fits": counts["too_long"]} if counts["too_long"] else {},
+        "first_refusal": "its blocks are more than the pool's" if counts["too_long"] else None,
         "lookup_blocks": counts["lookup_blocks"],
         "hit_blocks": counts["hit_blocks"],
         "prompt_tokens": counts["prompt_tokens"],
@@ -259,23 +260,25 @@ def run_sequential(
         "mean_held": None,
         "step_us": None,
         "skipped_lines": trace.bad.count,
+        "first_skipped_line": trace.bad.first,
         "interrupted": not finished,
         "wall_time": time.perf_counter() - began,
     }
 
 
-def run_oracle(trace: Trace, settings: RunSettings) -> dict[str, Any]:
+def run_oracle(trace: Trace, settings: RunSettings, watch: Watch = UNWATCHED) -> dict[str, Any]:
     """Runs the clairvoyant schedule of a workload.
 
     Args:
         trace: the workload; its requests are used up.
         settings: the run that it is compared with.
+        watch: looks at it now and then.
 
     Returns:
         `time`, `steps`, `finished`, `refused`, `mean_batch`, `peak_blocks`, and `interrupted`.
     """
     oracle = Oracle(settings)
-    finished = _drive(oracle, limited(trace.requests, settings.requests), None)
+    finished = _drive(oracle, limited(trace.requests, settings.requests), watch)
     seconds, steps, done, refused, mean_batch, peak_blocks = oracle.outcome()
     return {
         "time": seconds,

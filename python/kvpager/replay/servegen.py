@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvpager.errors import InvalidArgumentError
 from kvpager.replay.archive import read_members
 from kvpager.replay.columns import MAX_TOKENS, BadLines, Columns, ColumnsBuilder, LineError
+from kvpager.replay.text import decode_json
 from kvpager.replay.trace import Trace
 
 __all__ = ["DEFAULT_REQUESTS", "read_servegen"]
@@ -81,7 +82,7 @@ def _clients(path: Path, bad: BadLines) -> list[_Client]:
     for number, parts in sorted(files.items()):
         try:
             client = _client(parts)
-        except (LineError, msgspec.DecodeError, ValueError, SyntaxError, OverflowError) as error:
+        except (LineError, ValueError, SyntaxError, OverflowError, RecursionError, MemoryError) as error:
             bad.report(f"client {number}", str(error))
             continue
         if client.rates.sum() > 0:
@@ -102,9 +103,8 @@ def _client(parts: dict[str, bytes]) -> _Client:
             raise LineError(f"trace.csv: line {number}: window {start} with rate {rate}")
         starts.append(start)
         rates.append(rate)
-    periods: dict[str, dict[str, Any]] = msgspec.json.decode(
-        parts["dataset.json"], type=dict[str, dict[str, Any]]
-    )
+    decode = msgspec.json.Decoder(dict[str, dict[str, Any]]).decode
+    periods = decode_json(decode, parts["dataset.json"])
     lengths = {}
     for start_text, period in periods.items():
         inputs, outputs = _lengths(period, "input_tokens"), _lengths(period, "output_tokens")

@@ -14,6 +14,7 @@ import numpy as np
 from kvpager.errors import InvalidArgumentError
 from kvpager.replay.archive import read_members
 from kvpager.replay.columns import BadLines, Columns, ColumnsBuilder, LineError
+from kvpager.replay.text import decode_json, open_bytes
 from kvpager.replay.trace import Trace
 
 __all__ = ["read_sessions"]
@@ -93,16 +94,17 @@ def read_sessions(path: Path, bad: BadLines, *, seed: int = 0) -> Trace:
 def _load(path: Path, bad: BadLines) -> Iterator[tuple[str, _Session]]:
     decode = msgspec.json.Decoder(_Session).decode
     if path.suffix == ".json":
-        files: Iterator[tuple[str, bytes]] = iter([(path.name, path.read_bytes())])
+        with open_bytes(path) as file:
+            files: Iterator[tuple[str, bytes]] = iter([(path.name, file.read())])
     else:
         files = read_members(path, lambda name: name.endswith(".json"), bad)
     for name, content in files:
         try:
-            session = decode(content)
+            session = decode_json(decode, content)
             if not 1 <= session.block_size <= 1 << 20:
                 raise LineError(f"block_size is {session.block_size}, expected 1 to {1 << 20}")
             yield name, session
-        except (msgspec.DecodeError, LineError) as error:
+        except LineError as error:
             bad.report(name, str(error))
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from kvpager._core import Replay
 from kvpager.errors import InvalidArgumentError
 from kvpager.replay.formats import open_trace
-from kvpager.replay.run import Report, RunSettings, run_oracle, run_replay, run_sequential
+from kvpager.replay.run import RunSettings, run_oracle, run_replay, run_sequential
 from kvpager.replay.tenants import FieldRule, parse_tenants
 from kvpager.replay.trace import Trace
 from kvpager.replay.transforms import reordered
+from kvpager.replay.watch import UNWATCHED, Watch
 
 __all__ = ["Study"]
 
@@ -75,22 +77,41 @@ class Study:
             trace = reordered(trace, self.shuffle, limit=settings.requests)
         return trace
 
-    def run(self, report: Report | None = None) -> list[dict[str, Any]]:
-        """Runs everything; Ctrl-C ends it with the runs so far, the last one marked `interrupted`.
+    def run(self, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
+        """Runs everything; stopped, it ends with the runs so far, `interrupted` where they lack something.
 
         Args:
-            report: called now and then with the progress.
+            watch: looks at the runs now and then.
         """
         runs: list[dict[str, Any]] = []
         for share in self.short_by:
             part = self.shorter(share)
-            fresh = part.run_policies(report)
+            fresh = part.run_policies(watch)
             runs += fresh
-            if any(run["interrupted"] for run in fresh):
-                break
             if self.oracle and not self.sequential:
-                part.add_oracle(fresh)
+                part.add_oracle(fresh, watch)
         return runs
+
+    def check(self) -> None:
+        """Refuses a name or a share that a later run would refuse, before the first one.
+
+        Raises:
+            InvalidArgumentError: with the name or the share.
+        """
+        for policy, eviction, overflow in product(self.policies, self.evictions, self.overflows):
+            host_blocks = min(64, self._host_blocks(overflow))
+            sample = RunSettings(blocks=64, overflow=overflow, host_blocks=host_blocks)
+            Replay(sample, policy=policy, eviction=eviction, hash_block=1, tenants=["all"])
+        self.planned()
+
+    def planned(self) -> list[dict[str, Any]]:
+        """What `run` runs, in its order: `policy`, `eviction`, `overflow` and `blocks` of each."""
+        names = ("policy", "eviction", "overflow")
+        return [
+            dict(zip(names, choice, strict=True)) | {"blocks": self.shorter(share).settings.blocks}
+            for share in self.short_by
+            for choice in self._combinations()
+        ]
 
     def shorter(self, percent: float) -> Study:
         """The same study on a device that lacks some of its blocks."""
@@ -99,34 +120,39 @@ class Study:
         blocks = max(1, round(self.settings.blocks * (1 - percent / 100)))
         return replace(self, settings=replace(self.settings, blocks=blocks), short_by=(0.0,))
 
-    def run_policies(self, report: Report | None) -> list[dict[str, Any]]:
-        """Runs every policy on this study's device."""
+    def run_policies(self, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
+        """Runs every policy on this study's device, until it is asked to stop."""
         runs = []
         for policy, eviction, overflow in self._combinations():
+            if watch.stop():
+                break
             if self.sequential:
-                run = run_sequential(self.open(), self.settings, eviction=eviction, report=report)
+                run = run_sequential(self.open(), self.settings, eviction=eviction, watch=watch)
             else:
                 settings = replace(
                     self.settings,
                     overflow=overflow,
-                    host_blocks=self.settings.host_blocks if overflow in ("auto", "swap") else 0,
+                    host_blocks=self._host_blocks(overflow),
                 )
-                run = run_replay(self.open(), settings, policy=policy, eviction=eviction, report=report)
+                run = run_replay(self.open(), settings, policy=policy, eviction=eviction, watch=watch)
             runs.append(run)
-            if run["interrupted"]:
-                return runs
         return runs
+
+    def _host_blocks(self, overflow: str) -> int:
+        """Blocks of the host tier, for an answer that uses it."""
+        return self.settings.host_blocks if overflow in ("auto", "swap") else 0
 
     def _combinations(self) -> Iterator[tuple[str, str, str]]:
         if self.sequential:
             return product(("sequential",), self.evictions, ("auto",))
         return product(self.policies, self.evictions, self.overflows)
 
-    def add_oracle(self, runs: list[dict[str, Any]]) -> None:
-        """Runs the clairvoyant schedule and adds it to each run."""
-        outcome = run_oracle(self.open(), self.settings)
-        if outcome.pop("interrupted"):
-            runs[-1]["interrupted"] = True
+    def add_oracle(self, runs: list[dict[str, Any]], watch: Watch = UNWATCHED) -> None:
+        """Runs the clairvoyant schedule and adds it to each run; stopped, they are `interrupted`."""
+        outcome = None if watch.stop() else run_oracle(self.open(), self.settings, watch)
+        if outcome is None or outcome.pop("interrupted"):
+            for run in runs:
+                run["interrupted"] = True
             return
         for run in runs:
             run["oracle_time"] = outcome["time"]

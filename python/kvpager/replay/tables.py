@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
@@ -11,7 +10,7 @@ from pathlib import Path
 from kvpager.errors import InvalidArgumentError
 from kvpager.replay.columns import BadLines, Columns, ColumnsBuilder, LineError
 from kvpager.replay.tenants import FieldRule, TenantNames
-from kvpager.replay.text import first_line, numbered_lines
+from kvpager.replay.text import cells_of, first_line, numbered_lines
 from kvpager.replay.trace import Trace
 
 __all__ = ["AZURE_COLUMNS", "LENGTH_COLUMNS", "header", "read_azure", "read_lengths"]
@@ -33,8 +32,10 @@ TIME_COLUMNS = ("timestamp", "arrival", "arrival_time", "arrived_at")
 
 def header(path: Path) -> list[str]:
     """The names in the first line of a CSV file."""
-    line = first_line(path).decode("utf-8-sig", errors="replace")
-    return [name.strip() for name in next(csv.reader([line]), [])]
+    try:
+        return [name.strip() for name in cells_of(first_line(path))]
+    except LineError as error:
+        raise InvalidArgumentError(f"{path}: line 1: {error}") from error
 
 
 class _TenantColumn:
@@ -143,12 +144,16 @@ def _length_requests(
 
 
 def _rows(path: Path, bad: BadLines) -> Iterator[tuple[int, list[str]]]:
-    """Cells of every line after the header. A quoted line break is not part of these formats."""
+    """Cells of every line after the header."""
     lines = numbered_lines(path, bad)
     next(lines, None)
     for number, line in lines:
-        text = line.decode("utf-8", errors="replace")
-        yield number, text.split(",") if '"' not in text else next(csv.reader([text]))
+        try:
+            cells = cells_of(line)
+        except LineError as error:
+            bad.report(number, str(error))
+            continue
+        yield number, cells
 
 
 def _cell(cells: list[str], place: int) -> str:

@@ -80,21 +80,30 @@ fn enter<T>(state: &Mutex<T>) -> PyResult<MutexGuard<'_, T>> {
 /// The attributes of a `kvpager.replay.run.RunSettings`: what all runs of a comparison have in common.
 #[derive(FromPyObject)]
 struct Settings {
+    #[pyo3(from_py_with = int)]
     blocks: u32,
+    #[pyo3(from_py_with = int)]
     block_size: u32,
     reuse: bool,
     arrivals: String,
     speed: f64,
     rate: f64,
+    #[pyo3(from_py_with = int)]
     seed: u64,
+    #[pyo3(from_py_with = int)]
     max_batch_tokens: u32,
+    #[pyo3(from_py_with = int)]
     max_running: u32,
+    #[pyo3(from_py_with = int)]
     max_model_tokens: u32,
+    #[pyo3(from_py_with = int)]
     max_prefill_chunk: u32,
+    #[pyo3(from_py_with = int)]
     max_output_tokens: u32,
     /// Seconds: shortest step, a batch token, a context token, a swapped block.
     step_time: (f64, f64, f64, f64),
     overflow: String,
+    #[pyo3(from_py_with = int)]
     host_blocks: u32,
 }
 
@@ -103,9 +112,10 @@ impl Settings {
     fn read(settings: &Bound<'_, PyAny>) -> PyResult<Self> {
         settings.extract().map_err(|error: PyErr| {
             let py = settings.py();
-            let field = error.value(py).to_string().replace("failed to extract field Settings.", "");
+            let text = error.value(py).to_string();
+            let field = text.rsplit_once("Settings.").map_or(text.as_str(), |(_, field)| field);
             let reason = error.cause(py).map_or_else(String::new, |cause| cause.value(py).to_string());
-            invalid(format!("{field}: {reason}"))
+            invalid(format!("{field} {reason}"))
         })
     }
 

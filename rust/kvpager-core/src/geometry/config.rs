@@ -83,8 +83,11 @@ impl<'a> Reader<'a> {
             None => fields.required(HEADS, "number of query heads")?,
         };
         let dtype = match named("torch_dtype")? {
-            Some(dtype) => Some(dtype),
-            None => named("dtype")?,
+            Some(dtype) => weights::known_dtype(&fields, "torch_dtype", dtype)?,
+            None => match named("dtype")? {
+                Some(dtype) => weights::known_dtype(&fields, "dtype", dtype)?,
+                None => None,
+            },
         };
         let hidden_size = fields.count(HIDDEN)?;
         Ok(Self { fields, model_type, num_layers, num_heads, hidden_size, dtype, notes })

@@ -23,6 +23,33 @@ pub(super) fn estimate(fields: &Fields<'_>, shape: &ModelShape) -> Result<Option
     Ok(Some((u64::try_from(bytes).unwrap_or(u64::MAX), text)))
 }
 
+/// A dtype of weights by one of its usual names, with or without `torch.`; `auto` says nothing.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] with the field.
+pub(super) fn known_dtype(fields: &Fields<'_>, field: &str, name: String) -> Result<Option<String>> {
+    let plain = name.strip_prefix("torch.").unwrap_or(&name);
+    if plain == "auto" {
+        return Ok(None);
+    }
+    match dtype_bits(plain) {
+        Some(_) => Ok(Some(plain.to_owned())),
+        None => Err(fields.fault(
+            field,
+            format!("is \"{name}\", expected float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8"),
+        )),
+    }
+}
+
+fn dtype_bits(name: &str) -> Option<u64> {
+    match name {
+        "float32" | "fp32" | "float" => Some(32),
+        "float16" | "bfloat16" | "fp16" | "bf16" | "half" => Some(16),
+        "float8_e4m3fn" | "float8_e5m2" | "fp8" | "int8" | "uint8" => Some(8),
+        _ => None,
+    }
+}
+
 fn bits_per_parameter(fields: &Fields<'_>, shape: &ModelShape) -> Result<Option<(u64, String)>> {
     if let Some(quantization) = fields.object("quantization_config") {
         let bits = quantization
@@ -38,9 +65,8 @@ fn bits_per_parameter(fields: &Fields<'_>, shape: &ModelShape) -> Result<Option<
         });
     }
     Ok(match shape.checkpoint_dtype.as_deref() {
-        Some(dtype @ ("float32" | "fp32")) => Some((32, dtype.into())),
-        Some(dtype @ ("float16" | "bfloat16" | "fp16" | "bf16")) => Some((16, dtype.into())),
-        _ => Some((16, "16 bits (the config names no dtype)".into())),
+        Some(dtype) => dtype_bits(dtype).map(|bits| (bits, dtype.into())),
+        None => Some((16, "16 bits (the config names no dtype)".into())),
     })
 }
 

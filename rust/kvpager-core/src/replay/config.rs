@@ -103,15 +103,16 @@ impl ReplayConfig {
     /// [`Error::InvalidArgument`] with the setting and its value.
     pub fn validate(&self) -> Result<()> {
         self.step_time.validate()?;
-        let above_zero = |name: &str, value: f64| {
-            if value.is_finite() && value > 0.0 {
+        // Beyond this, virtual times are no longer numbers that tell steps apart.
+        let within = |name: &str, value: f64| {
+            if (1e-9..=1e9).contains(&value) {
                 return Ok(());
             }
-            Err(Error::invalid(format!("{name} is {value}, must be above 0")))
+            Err(Error::invalid(format!("{name} is {value:?}, must be 1e-9 to 1e9")))
         };
         match self.arrivals {
-            Arrivals::Recorded { speed } => above_zero("speed", speed)?,
-            Arrivals::Rate { per_second, .. } => above_zero("rate", per_second)?,
+            Arrivals::Recorded { speed } => within("speed", speed)?,
+            Arrivals::Rate { per_second, .. } => within("rate", per_second)?,
             Arrivals::Saturate => {}
         }
         if self.max_output_tokens == 0

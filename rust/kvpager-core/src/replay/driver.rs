@@ -200,9 +200,9 @@ impl Replay {
                 self.waiting.submit(pending.tenant);
                 self.active.insert(id, active);
             }
-            Err(Error::Refused { retryable, .. }) => {
-                let reason = if retryable { "queue_full" } else { "never_fits" };
-                self.record.note_refusal(pending.arrival, reason);
+            Err(Error::Refused { retryable, reason, .. }) => {
+                let kind = if retryable { "queue_full" } else { "never_fits" };
+                self.record.note_refusal(pending.arrival, kind, reason);
                 self.arrivals.answered(pending.session, self.now);
             }
             Err(error) => return Err(error),
@@ -224,13 +224,15 @@ impl Replay {
         self.last_step_end = self.now;
         self.record.note_backlog(|tenant| self.waiting.is_backlogged(tenant));
         let memory = self.sample(arrays, start);
+        // What the step holds while it runs: commit lets go of what ended.
+        let during = self.pool.stats();
         let before_commit = Instant::now();
         let outcome = self.scheduler.commit(batch.step_id, &self.token_start, &self.tokens)?;
         let wall = planning + before_commit.elapsed();
-        let stats = self.pool.stats();
-        self.record.note_step((start, seconds, wall), stats, memory, swapped, self.config.block_size);
+        self.record.note_step((start, seconds, wall), during, memory, swapped, self.config.block_size);
+        let held = self.pool.stats().held;
         for ended in arrays.finished.iter().chain(&outcome.finished) {
-            self.note_end(ended, stats.held);
+            self.note_end(ended, held);
         }
         self.empty_steps = if num_tokens == 0 { self.empty_steps + 1 } else { 0 };
         if self.empty_steps > MAX_EMPTY_STEPS {

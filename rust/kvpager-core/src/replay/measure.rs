@@ -50,6 +50,11 @@ impl Quantiles {
     }
 
     pub(super) fn report(&self) -> Value {
+        self.report_at_least(0)
+    }
+
+    /// The same when the largest is known to be at least `max`, between what was recorded.
+    fn report_at_least(&self, max: u64) -> Value {
         let at =
             |share: f64| round(self.histogram.value_at_quantile(share).min(self.max) as f64 * self.scale);
         json!({
@@ -59,7 +64,7 @@ impl Quantiles {
             "p90": at(0.9),
             "p99": at(0.99),
             "p999": at(0.999),
-            "max": round(self.max as f64 * self.scale),
+            "max": round(self.max.max(max) as f64 * self.scale),
         })
     }
 }
@@ -177,8 +182,9 @@ impl MemoryOverTime {
         self.reserved.record(pool.reserved, weight);
         self.free.record(pool.free, weight);
         self.batch.record(step.num_sequences, weight);
-        self.unshared.record(step.unshared_blocks, weight);
-        self.contiguous.record(step.contiguous_blocks, weight);
+        // A sequence that waits for its swapped tail is in no batch, and holds what is left of it.
+        self.unshared.record(step.unshared_blocks.max(pool.held), weight);
+        self.contiguous.record(step.contiguous_blocks.max(pool.held), weight);
         self.held_time += pool.held as f64 * seconds;
         self.time += seconds;
         self.unused_slots += step.unused_slots as f64 * seconds;
@@ -215,14 +221,15 @@ impl MemoryOverTime {
         self.batch.report()
     }
 
-    pub(super) fn report(&self) -> Value {
+    /// The pool's own peak is between two steps: what is held never was more.
+    pub(super) fn report(&self, peak_held: u64) -> Value {
         json!({
-            "held": self.held.report(),
+            "held": self.held.report_at_least(peak_held),
             "cached": self.cached.report(),
             "reserved": self.reserved.report(),
             "free": self.free.report(),
-            "held_if_nothing_were_shared": self.unshared.report(),
-            "contiguous_reservation": self.contiguous.report(),
+            "held_if_nothing_were_shared": self.unshared.report_at_least(peak_held),
+            "contiguous_reservation": self.contiguous.report_at_least(peak_held),
             "internal_waste": if self.slots > 0.0 { round(self.unused_slots / self.slots) } else { 0.0 },
         })
     }

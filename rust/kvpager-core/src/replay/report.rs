@@ -26,6 +26,7 @@ pub(super) struct Record {
     requests: u64,
     finished: u64,
     refused: BTreeMap<&'static str, u64>,
+    first_refusal: Option<String>,
     ended_otherwise: BTreeMap<&'static str, u64>,
     cut_outputs: u64,
     /// Tokens computed again, or for requests that did not end as wanted.
@@ -67,6 +68,7 @@ impl Record {
             requests: 0,
             finished: 0,
             refused: BTreeMap::new(),
+            first_refusal: None,
             ended_otherwise: BTreeMap::new(),
             cut_outputs: 0,
             lost_tokens: 0,
@@ -125,9 +127,11 @@ impl Record {
         self.tenants[tenant as usize].service += service;
     }
 
-    pub(super) fn note_refusal(&mut self, arrival: f64, reason: &'static str) {
+    /// Notes a refusal of a kind; the first one is kept in the scheduler's words.
+    pub(super) fn note_refusal(&mut self, arrival: f64, kind: &'static str, reason: String) {
         self.bursts.refuse(arrival);
-        *self.refused.entry(reason).or_insert(0) += 1;
+        *self.refused.entry(kind).or_insert(0) += 1;
+        self.first_refusal.get_or_insert(reason);
     }
 
     /// Notes a request that ended while `held` blocks were held.
@@ -202,7 +206,7 @@ impl Record {
             "peak_held": pool.peak_held,
             "mean_held": round(self.memory.mean_held()),
             "batch_size": self.memory.batch_report(),
-            "memory": self.memory.report(),
+            "memory": self.memory.report(pool.peak_held),
             "out_of_memory_if_short": self.memory.overrun_report(),
             "latency": self.overall.report(),
             "latency_by_context": self.contexts(),
@@ -227,6 +231,7 @@ impl Record {
             "requests": self.requests,
             "finished": self.finished,
             "refused": self.refused,
+            "first_refusal": self.first_refusal,
             "ended_otherwise": self.ended_otherwise,
             "cut_outputs": self.cut_outputs,
             "lookup_blocks": self.lookup_blocks,

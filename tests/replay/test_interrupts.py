@@ -1,0 +1,132 @@
+"""Ctrl-C: a run ends with what there is, and says what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpager.replay.report import eviction_curves
+from kvpager.replay.run import RunSettings
+from kvpager.replay.search import find, parse_objectives
+from kvpager.replay.study import Study
+from kvpager.replay.watch import Watch, asked_to_stop
+
+from .commands import COMMAND
+
+LONG = ("generate:reasoning", "--requests", "10000000", "--arrivals", "saturate")
+
+
+def interrupted(*arguments: str | Path, after: float = 2.5) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command that gets Ctrl-C."""
+    command = [*COMMAND, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(after)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def study(**changes: Any) -> Study:
+    settings = RunSettings(blocks=4000, requests=400, arrivals="saturate", max_output_tokens=16384)
+    return Study(source="generate:reasoning", settings=settings, **changes)
+
+
+def stop_after(calls: int) -> Callable[[], bool]:
+    """Says yes from the given call on."""
+    left = iter(range(calls))
+    return lambda: next(left, None) is None
+
+
+def test_json_marks_what_was_cut_and_names_what_was_not_run() -> None:
+    code, out, err = interrupted(*LONG, "--json", "--policy", "reserve,watermark", "--short-by", "0,5")
+    assert (code, err) == (130, "")
+    found = json.loads(out)
+    (cut,) = found["runs"]
+    assert found["interrupted"]
+    assert cut["interrupted"]
+    assert cut["finished"] > 0
+    assert [(run["policy"], run["blocks"]) for run in found["omitted"]] == [
+        ("watermark", 62500),
+        ("reserve", 59375),
+        ("watermark", 59375),
+    ]
+
+
+def test_table_says_so_too() -> None:
+    code, out, err = interrupted(*LONG, "--policy", "reserve,watermark")
+    assert (code, err) == (130, "")
+    text = " ".join(out.split())
+    assert "Interrupted: the figures are of what had run. Not run: watermark, lru in 62,500 blocks." in text
+
+
+def test_search_ends_with_its_tries() -> None:
+    options = ("--find", "rate", "--slo", "ttft_p99=100s", "--no-oracle")
+    code, out, err = interrupted("generate:chat", "--requests", "20000", *options, "--json", after=5)
+    assert (code, err) == (130, ""), err
+    found = json.loads(out)["search"]
+    assert found["interrupted"]
+    met = [row["rate"] for row in found["tries"] if row["met"]]
+    assert found["found"] == max(met, default=None)
+
+
+@pytest.mark.parametrize("calls", range(0, 30, 3))
+def test_whenever_a_study_stops_what_is_missing_is_marked(calls: int) -> None:
+    """An oracle that is missing is missing from every run of its device."""
+    part = study(policies=("reserve", "watermark"), short_by=(0.0, 5.0))
+    runs = part.run(Watch(stop=stop_after(calls)))
+    planned = part.planned()
+    assert len(planned) == 4
+    assert [run["policy"] for run in runs] == [row["policy"] for row in planned[: len(runs)]]
+    for run in runs:
+        assert run["interrupted"] or (run["finished"] == 400 and run["oracle_time"])
+
+
+@pytest.mark.parametrize("calls", range(1, 40, 4))
+def test_whenever_a_search_stops_the_best_so_far_is_kept(calls: int) -> None:
+    part = study(oracle=False)
+    found = find(part, parse_objectives("gap_p99=1s"), what="blocks", watch=Watch(stop=stop_after(calls)))
+    met = [row["blocks"] for row in found["tries"] if row["met"]]
+    assert found["interrupted"] or found["run"] is not None
+    assert found["found"] == (min(met) if met else None)
+
+
+def test_eviction_curves_that_were_stopped_are_none_not_short(shared_dir: Path) -> None:
+    path = shared_dir / "traces" / "mooncake_conversation_trace.jsonl.gz"
+    part = Study(source=str(path), settings=RunSettings(blocks=400, block_size=512, requests=300))
+    assert eviction_curves(part, Watch(stop=stop_after(5))) is None
+    assert eviction_curves(part)
+
+
+def test_first_ctrl_c_asks_and_the_second_raises() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with asked_to_stop() as stop:
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("after", [0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5])
+def test_early_ctrl_c_leaves_no_traceback(after: float) -> None:
+    """While modules load; before Python has read this package nobody can listen."""
+    ready = "from kvpager.__main__ import main; print(flush=True); main()"
+    command = [sys.executable, "-c", ready, *LONG]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(after)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert process.returncode == 130
