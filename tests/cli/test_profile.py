@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,25 @@ def test_trace_events_are_those_of_the_format_and_cover_every_step(tmp_path: Pat
     assert {event["name"] for event in spans} >= {"inbox", "growth", "batch_arrays", "commit"}
     assert len({event["args"]["step"] for event in spans}) == 60
     assert all(event["dur"] >= 0 and event["ts"] >= 0 and event["pid"] == 1 for event in spans)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_interrupt_prints_what_there_is(as_json: bool) -> None:
+    arguments = ["--running", "4,64", "--steps", "10000000", "--prompt", "40", "--output", "30"]
+    command = [*COMMAND, *arguments, *(["--json"] if as_json else [])]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(4)
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 130, err
+    found = re.search(r"interrupted: (\d+) of 10000000 steps with 4 running, no further cases", err)
+    assert found is not None, err
+    if as_json:
+        (case,) = json.loads(out)["cases"]
+        assert (case["running"], case["steps"]) == (4, int(found[1]))
+        assert case["step_us"]["p50"] > 0
+    else:
+        assert "batch_arrays" in out
 
 
 def test_lengths_come_from_a_trace() -> None:

@@ -7,6 +7,7 @@ import gc
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -148,15 +149,42 @@ def test_leaving_the_with_block_ends_the_request(served: AsyncEngine) -> None:
 def test_slow_consumer_delays_nobody_and_gets_everything_at_once(served: AsyncEngine) -> None:
     async def main() -> None:
         slow = served.generate([1], GenerationParams(max_tokens=300))
-        await anext(slow)
+        first = await anext(slow)
         for _ in range(5):
             check_tokens(*await collect(served, [2], 50), 50)
         await wait_until_idle(served)
         outputs = [output async for output in slow]
         assert len(outputs) == 1, "what was unread comes together"
-        assert sum(len(output.token_ids) for output in outputs) + 1 >= 299
+        assert sum(len(output.token_ids) for output in (first, *outputs)) == 300
 
     asyncio.run(main())
+
+
+def test_many_streams_are_woken_over_several_turns_of_the_loop() -> None:
+    engine = AsyncEngine(Engine(NullRunner(step_time=0.02), EngineConfig(num_blocks=1024, max_running=200)))
+    outputs_of_turn: Counter[int] = Counter()
+
+    async def main() -> None:
+        turn = 0
+
+        async def count_turns() -> None:
+            nonlocal turn
+            while True:
+                await asyncio.sleep(0)
+                turn += 1
+
+        async def consume(place: int) -> None:
+            async for _ in engine.generate([place + 1], GenerationParams(max_tokens=10)):
+                outputs_of_turn[turn] += 1
+
+        counter = asyncio.create_task(count_turns())
+        await asyncio.gather(*(consume(place) for place in range(200)))
+        counter.cancel()
+
+    asyncio.run(main())
+    engine.close()
+    assert sum(outputs_of_turn.values()) > 1000
+    assert max(outputs_of_turn.values()) <= 64, "one long turn would make everything else late"
 
 
 def test_consumer_that_leaves_too_much_unread_is_waited_for_and_loses_nothing() -> None:

@@ -84,23 +84,37 @@ def profile(
     ]
     cases: list[dict[str, Any]] = []
     recorded = []
+    is_interrupted = False
     try:
         for load in loads:
             case, times = _measure(load, steps, spans=trace is not None, shown=not as_json)
+            cases.append(case)
+            recorded.append((f"{load.running} running", times.phases))
+            if not times.is_complete:
+                raise KeyboardInterrupt
+            case["peers"] = _peers(case, load, steps)
             if python:
                 case["interpreter"] = _interpreter(times, steps)
             if instructions:
                 case["instructions"] = _instructions(load)
-            cases.append(case)
-            recorded.append((f"{load.running} running", times.phases))
     except KeyboardInterrupt:
-        _print(cases, as_json=as_json)
-        raise typer.Exit(130) from None
-    if trace is not None:
+        is_interrupted = True
+    if trace is not None and recorded:
         from kvpager.profile.trace_events import write_trace_events
 
         write_trace_events(trace, recorded)
-    _print(cases, as_json=as_json)
+    if cases or as_json:
+        _print(cases, as_json=as_json)
+    if is_interrupted:
+        typer.echo(_what_was_left_out(cases, steps), err=True)
+        raise typer.Exit(130)
+
+
+def _what_was_left_out(cases: list[dict[str, Any]], steps: int) -> str:
+    if not cases:
+        return "interrupted before anything was timed"
+    last = cases[-1]
+    return f"interrupted: {last['steps']} of {steps} steps with {last['running']} running, no further cases"
 
 
 def _parse_running(text: str) -> list[int]:
@@ -117,7 +131,6 @@ def _parse_running(text: str) -> list[int]:
 def _measure(load: Load, steps: int, *, spans: bool, shown: bool) -> tuple[dict[str, Any], CaseTimes]:
     """One case as the JSON has it, and its times."""
     from kvpager.profile.measure import SPANS_PER_STEP, measure, percentiles_us
-    from kvpager.profile.vllm_scheduler import steps_of_vllm
 
     with _progress(f"{load.running} running", steps, shown=shown) as report:
         times = measure(load, steps, max_spans=SPANS_PER_STEP * steps if spans else 0, report=report)
@@ -131,7 +144,7 @@ def _measure(load: Load, steps: int, *, spans: bool, shown: bool) -> tuple[dict[
     step_us = percentiles_us(times.steps_ns)
     case: dict[str, Any] = {
         "running": load.running,
-        "steps": steps,
+        "steps": len(times.steps_ns),
         "step_us": step_us,
         "ns_per_sequence": step_us["p50"] * 1e3 / load.running,
         "phases": phases,
@@ -140,11 +153,19 @@ def _measure(load: Load, steps: int, *, spans: bool, shown: bool) -> tuple[dict[
         "recording_overhead": times.recording_overhead,
         "peers": {},
     }
-    peer_ns = steps_of_vllm(load, max(50, steps // 20))
-    if peer_ns is not None:
-        peer_us = percentiles_us(peer_ns)
-        case["peers"]["vllm"] = {"step_us": peer_us, "ratio": peer_us["p50"] / step_us["p50"]}
     return case, times
+
+
+def _peers(case: dict[str, Any], load: Load, steps: int) -> dict[str, Any]:
+    """The scheduler of vLLM under the same load, where that is installed."""
+    from kvpager.profile.measure import percentiles_us
+    from kvpager.profile.vllm_scheduler import steps_of_vllm
+
+    peer_ns = steps_of_vllm(load, max(50, steps // 20))
+    if peer_ns is None:
+        return {}
+    peer_us = percentiles_us(peer_ns)
+    return {"vllm": {"step_us": peer_us, "ratio": peer_us["p50"] / case["step_us"]["p50"]}}
 
 
 def _interpreter(times: CaseTimes, steps: int) -> dict[str, Any]:

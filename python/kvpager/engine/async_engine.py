@@ -28,6 +28,9 @@ from kvpager.engine.output import GenerationOutput, OutputReader
 
 __all__ = ["AsyncEngine", "GenerationStream"]
 
+_WOKEN_AT_ONCE = 32
+"""Streams that wake up in one turn of an event loop: with HTTP, about a millisecond of work."""
+
 _BLOCKED_WAIT = 0.001
 """Seconds to wait when everything waits for blocks that somebody outside of the engine holds."""
 
@@ -301,9 +304,9 @@ class _StreamListener:
 class _Mailbox:
     """Wakes the streams of one event loop, once per step.
 
-    `post` appends first and then looks at `_is_scheduled`; `_deliver` clears it first and then takes
-    everything: a post that sees it set is before the taking, so nothing is left behind. The lock keeps that
-    order for interpreters without a lock of their own.
+    `post` appends before it looks at `_is_scheduled`, and `_deliver` clears that only where nothing is left,
+    both under the lock: so nothing is left behind. Many streams are woken a few at a time, with turns of the
+    loop in between, so that their work does not add up to one long turn.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -329,12 +332,14 @@ class _Mailbox:
         self._drop()
 
     def _deliver(self) -> None:
-        with self._lock:
-            self._is_scheduled = False
         listeners = self._listeners
-        while listeners:
+        for _ in range(min(_WOKEN_AT_ONCE, len(listeners))):
             if (stream := listeners.popleft().stream()) is not None:
                 stream.wake()
+        with self._lock:
+            is_left = self._is_scheduled = bool(listeners)
+        if is_left and (loop := self._loop()) is not None:
+            loop.call_soon(self._deliver)
 
     def _drop(self) -> None:
         """Ends the streams of a loop that is gone: nobody can consume them."""

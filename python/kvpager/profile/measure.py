@@ -30,6 +30,7 @@ class CaseTimes:
         steps_ns: [N] `step` + `commit` as Python sees them, nanoseconds, nothing recorded meanwhile.
         recorded_ns: [N] the same of a second scheduler under the same load whose phases were recorded.
         phases: what was recorded of that one.
+        is_complete: whether all steps that were asked for are in it; False after an interrupt.
         allocations: [N] allocations of the extension in each step of the first.
         bytes_written: [N] bytes of batch arrays in each step.
     """
@@ -40,6 +41,7 @@ class CaseTimes:
     phases: PhaseTimes
     allocations: NDArray[np.int64]
     bytes_written: NDArray[np.int64]
+    is_complete: bool = True
 
     @property
     def recording_overhead(self) -> float:
@@ -62,6 +64,9 @@ def measure(
         steps: steps to time.
         max_spans: spans to keep one by one.
         report: called with the number of steps done, now and then.
+
+    Raises:
+        KeyboardInterrupt: before anything was timed. Later, what was timed is returned.
     """
     plain, recorded = LoadDriver(load), LoadDriver(load)
     plain.warm()
@@ -69,15 +74,22 @@ def measure(
     steps_ns, recorded_ns = np.empty(steps, np.int64), np.empty(steps, np.int64)
     allocations, written = np.empty(steps, np.int64), np.empty(steps, np.int64)
     recorded.scheduler.begin_phases(max_spans=max_spans)
-    with quiet_collector():
-        for i in range(steps):
-            steps_ns[i], allocations[i], written[i] = _timed_step(plain)
-            recorded_ns[i], _, _ = _timed_step(recorded)
-            if report is not None and i % 64 == 0:
-                report(i)
+    done = 0
+    try:
+        with quiet_collector():
+            while done < steps:
+                steps_ns[done], allocations[done], written[done] = _timed_step(plain)
+                recorded_ns[done], _, _ = _timed_step(recorded)
+                done += 1
+                if report is not None and done % 64 == 0:
+                    report(done)
+    except KeyboardInterrupt:
+        if done == 0:
+            raise
     phases = recorded.scheduler.end_phases()
     assert phases is not None, "recording was begun above"
-    return CaseTimes(load, steps_ns, recorded_ns, phases, allocations, written)
+    timed = (array[:done] for array in (allocations, written))
+    return CaseTimes(load, steps_ns[:done], recorded_ns[:done], phases, *timed, is_complete=done == steps)
 
 
 def _timed_step(driver: LoadDriver) -> tuple[int, int, int]:

@@ -20,6 +20,8 @@ pub mod split_plan;
 #[cfg(not(any(loom, shuttle)))]
 pub mod stress;
 pub mod sync;
+#[cfg(not(loom))]
+mod ticks;
 
 pub use error::{Error, HandleFault, Result};
 pub use ids::{AccountId, BlockHandle, BlockId, NamespaceId, SequenceId, StepId};

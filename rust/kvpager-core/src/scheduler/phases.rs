@@ -1,10 +1,11 @@
 //! Where a step's time goes, recorded when asked for.
 //!
-//! Off, a phase costs one test of a pointer. On, it costs one reading of the clock.
+//! Off, a phase costs one test of a pointer. On, it costs one reading of the processor's counter. Built with
+//! `--cfg unrecorded`, it costs nothing, which is what `benches/python/scheduler_profile.py` compares with.
 
 use crate::{Error, Result};
+use crate::ticks::TickClock;
 use hdrhistogram::Histogram;
-use std::time::Instant;
 
 /// A part of a step. Their times do not overlap; together they are the time inside `step` and `commit`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,11 +91,14 @@ impl PhaseTimes {
 pub(super) struct Phases(Option<Box<Recorder>>);
 
 struct Recorder {
-    began: Instant,
+    clock: TickClock,
+    began: u64,
     /// When the phase at hand began.
-    last: Instant,
-    /// Nanoseconds of each phase in the step at hand.
+    last: u64,
+    /// Ticks of each phase in the step at hand.
     current: [u64; Phase::ALL.len()],
+    /// Steps that did not have the phase; they go to the histogram at the end.
+    num_without: [u64; Phase::ALL.len()],
     step_id: u64,
     times: PhaseTimes,
 }
@@ -102,11 +106,14 @@ struct Recorder {
 impl Phases {
     /// Begins to record, with room for `max_spans` single spans. What was recorded before is forgotten.
     pub(super) fn begin(&mut self, max_spans: usize) -> Result<()> {
-        let now = Instant::now();
+        let clock = TickClock::new();
+        let now = clock.now();
         self.0 = Some(Box::new(Recorder {
+            clock,
             began: now,
             last: now,
             current: [0; Phase::ALL.len()],
+            num_without: [0; Phase::ALL.len()],
             step_id: 0,
             times: PhaseTimes::new(max_spans)?,
         }));
@@ -115,21 +122,26 @@ impl Phases {
 
     /// Ends the recording and hands it over.
     pub(super) fn end(&mut self) -> Option<PhaseTimes> {
-        self.0.take().map(|recorder| recorder.times)
+        self.0.take().map(|mut recorder| {
+            for (histogram, count) in recorder.times.phases.iter_mut().zip(recorder.num_without) {
+                histogram.saturating_record_n(0, count);
+            }
+            recorder.times
+        })
     }
 
     /// The first phase of a call begins now.
     #[inline]
     pub(super) fn start(&mut self) {
-        if let Some(recorder) = self.0.as_deref_mut() {
-            recorder.last = Instant::now();
+        if let Some(recorder) = self.recorder() {
+            recorder.last = recorder.clock.now();
         }
     }
 
     /// Ends `phase`, which began where the last one ended; the next one begins now.
     #[inline]
     pub(super) fn lap(&mut self, phase: Phase) {
-        if let Some(recorder) = self.0.as_deref_mut() {
+        if let Some(recorder) = self.recorder() {
             recorder.lap(phase);
         }
     }
@@ -137,7 +149,7 @@ impl Phases {
     /// Names the step that the phases up to [`Phases::end_step`] are of.
     #[inline]
     pub(super) fn name_step(&mut self, step_id: u64) {
-        if let Some(recorder) = self.0.as_deref_mut() {
+        if let Some(recorder) = self.recorder() {
             recorder.step_id = step_id;
         }
     }
@@ -145,19 +157,25 @@ impl Phases {
     /// Closes the account of a step.
     #[inline]
     pub(super) fn end_step(&mut self) {
-        if let Some(recorder) = self.0.as_deref_mut() {
+        if let Some(recorder) = self.recorder() {
             recorder.end_step();
         }
+    }
+
+    #[inline]
+    fn recorder(&mut self) -> Option<&mut Recorder> {
+        if cfg!(unrecorded) { None } else { self.0.as_deref_mut() }
     }
 }
 
 impl Recorder {
     fn lap(&mut self, phase: Phase) {
-        let since = std::mem::replace(&mut self.last, Instant::now());
-        let duration_ns = (self.last - since).as_nanos() as u64;
-        self.current[phase as usize] += duration_ns;
+        let since = std::mem::replace(&mut self.last, self.clock.now());
+        let ticks = self.last.saturating_sub(since);
+        self.current[phase as usize] += ticks;
         if self.times.spans.len() < self.times.spans.capacity() {
-            let start_ns = (since - self.began).as_nanos() as u64;
+            let start_ns = self.clock.nanoseconds(since.saturating_sub(self.began));
+            let duration_ns = self.clock.nanoseconds(ticks);
             self.times.spans.push(PhaseSpan { step_id: self.step_id, phase, start_ns, duration_ns });
         } else {
             self.times.dropped_spans += 1;
@@ -166,9 +184,14 @@ impl Recorder {
 
     fn end_step(&mut self) {
         let mut total = 0;
-        for (histogram, duration_ns) in self.times.phases.iter_mut().zip(&mut self.current) {
-            histogram.saturating_record(*duration_ns);
-            total += std::mem::take(duration_ns);
+        for (phase, ticks) in self.current.iter_mut().enumerate() {
+            if *ticks == 0 {
+                self.num_without[phase] += 1;
+                continue;
+            }
+            let duration_ns = self.clock.nanoseconds(std::mem::take(ticks));
+            self.times.phases[phase].saturating_record(duration_ns);
+            total += duration_ns;
         }
         self.times.steps.saturating_record(total);
     }
