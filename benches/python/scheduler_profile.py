@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -137,15 +136,6 @@ def peer_table(cases: list[dict[str, Any]]) -> Iterator[str]:
         )
 
 
-def machine() -> str:
-    """A line about where the numbers are from."""
-    models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    load = os.getloadavg()[0]
-    name = models[0] if models else platform.machine()
-    version, cores = platform.python_version(), os.cpu_count()
-    return f"{name}, {cores} cores, Python {version}, load average {load:.1f} at the start."
-
-
 def main() -> None:
     """Measures, and rewrites the sections of the page."""
     parser = argparse.ArgumentParser(
@@ -154,7 +144,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="to time of each case")
     parser.add_argument("--peer-python", help="interpreter of an environment with vLLM")
     arguments = parser.parse_args()
-    found = {"machine": machine()}
+    found = {"machine": sections.machine()}
     if shutil.which("valgrind") is not None:
         found["recording"] = "\n".join(recording())
     cases = profile(sys.executable, arguments.steps, "--python")

@@ -9,10 +9,13 @@ What is outside is a person's and stays as it is, byte for byte.
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-__all__ = ["head", "names", "rewrite", "row"]
+__all__ = ["head", "machine", "names", "rewrite", "row"]
 
 _OPEN = re.compile(r"^<!-- reproduce: ([\w-]+) -->$", re.MULTILINE)
 
@@ -26,6 +29,13 @@ def head(*columns: str) -> Iterator[str]:
 def row(*cells: object) -> str:
     """One line of a table."""
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def machine() -> str:
+    """A line about where numbers are from, and how busy it was."""
+    models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    name, version = models[0] if models else platform.machine(), platform.python_version()
+    return f"{name}, {os.cpu_count()} cores, Python {version}, load average {os.getloadavg()[0]:.1f} at the start."
 
 
 def names(text: str) -> list[str]:

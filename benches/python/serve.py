@@ -1,15 +1,16 @@
-"""What the engine and the server cost beside a model: tokens per second, CPU per token, lag, latency.
+"""What the engine and the server cost beside a model: writes the tables of benches/results/server.md.
 
     python benches/python/serve.py [--case CASE ...] [--repeat 5] [--peer-python PATH]
 
-Cases:
+Cases, each a section of the page:
     demo    tokens per second of 32 streams with the demo model: the bare runner, the engine, `AsyncEngine`
             and HTTP streaming, taking turns in one process with equal batch sizes; medians of the rounds.
     null    256 streams of synthetic tokens, one a step of 25 ms: CPU time a token of the bare step loop, of
             `AsyncEngine`, and of the server (client in a process of its own), and the event loop's lag.
     submit  from `generate` to the start of the request's first step, engine idle.
     peer    the demo model in Hugging Face transformers' continuous batching beside this engine: same weights,
-            prompts, threads, fp32. Needs --peer-python, an environment with torch and transformers.
+            prompts, threads, fp32. Needs --peer-python, an environment with torch, transformers and
+            accelerate.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
+import sections
 
 from kvpager import BlockPool, Scheduler
 from kvpager.engine import AsyncEngine, ByteTokenizer, Engine, EngineConfig, GenerationParams, NullRunner
 from kvpager.server import ServerSettings, TenantTable
 from kvpager.server.running import Addresses, bind, serve
 
+PAGE = Path(__file__).resolve().parents[1] / "results/server.md"
 STREAMS = 32
 NULL_STREAMS = 256
 STEP_TIME = 0.025
@@ -191,8 +194,17 @@ def new_engine(runner: Any, config: EngineConfig, tokenizer: Any = None) -> Engi
     return engine
 
 
+LINES: list[str] = []
+"""What the case at hand has written."""
+
+
+def write(line: str) -> None:
+    LINES.append(line)
+    print(line, flush=True)
+
+
 def row(name: str, *values: str) -> None:
-    print(f"| {name} | " + " | ".join(values) + " |", flush=True)
+    write(sections.row(name, *values))
 
 
 # --- cases --------------------------------------------------------------------------------------------------
@@ -398,7 +410,7 @@ def peer(repeat: int, python: str) -> None:
     row("transformers, continuous batching", f"{statistics.median(theirs):.0f}", "1", "")
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
     row("this engine", f"{statistics.median(ours):.0f}", f"{statistics.median(ratios):.2f}", spread)
-    print(f"\n{same} of {STREAMS} answers have equal tokens.")
+    write(f"\n{same} of {STREAMS} answers have equal tokens.")
 
 
 CASES: dict[str, Callable[[int], None]] = {"demo": demo, "null": null, "submit": submit}
@@ -410,12 +422,16 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--peer-python", help="interpreter of an environment with torch and transformers")
     arguments = parser.parse_args()
+    found = {"machine": sections.machine()}
     for case in arguments.case or [*CASES, *(["peer"] if arguments.peer_python else [])]:
+        LINES.clear()
         if case == "peer":
             peer(arguments.repeat, arguments.peer_python or sys.executable)
         else:
             CASES[case](arguments.repeat)
         print(flush=True)
+        found[case] = "\n".join(LINES)
+        PAGE.write_text(sections.rewrite(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
 
 
 if __name__ == "__main__":
