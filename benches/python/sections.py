@@ -35,7 +35,8 @@ def machine() -> str:
     """A line about where numbers are from, and how busy it was."""
     models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     name, version = models[0] if models else platform.machine(), platform.python_version()
-    return f"{name}, {os.cpu_count()} cores, Python {version}, load average {os.getloadavg()[0]:.1f} at the start."
+    load = os.getloadavg()[0]
+    return f"{name}, {os.cpu_count()} cores, Python {version}, load average {load:.1f} at the start."
 
 
 def names(text: str) -> list[str]:

@@ -399,8 +399,10 @@ def peer(repeat: int, python: str) -> None:
             continue
         ours.append(STREAMS * max_tokens / seconds)
         done = subprocess.run(
-            [python, script], input=json.dumps(wanted) + "\n", stdout=subprocess.PIPE, text=True, check=True
+            [python, script], input=json.dumps(wanted) + "\n", capture_output=True, text=True, timeout=1800
         )
+        if done.returncode != 0:
+            sys.exit(f"the peer ended with {done.returncode}:\n{done.stderr[-2000:]}")
         answer = json.loads(done.stdout.splitlines()[-1])
         theirs.append(STREAMS * max_tokens / answer["seconds"][0])
     same = sum(g.token_ids == tokens for g, tokens in zip(generations, answer["tokens"], strict=True))

@@ -134,7 +134,7 @@ impl Phases {
     #[inline]
     pub(super) fn start(&mut self) {
         if let Some(recorder) = self.recorder() {
-            recorder.last = recorder.clock.now();
+            recorder.start();
         }
     }
 
@@ -169,6 +169,15 @@ impl Phases {
 }
 
 impl Recorder {
+    #[cold]
+    #[inline(never)]
+    fn start(&mut self) {
+        self.last = self.clock.now();
+    }
+
+    // Out of line and cold: what stays in the step is the test of a pointer, and its loops are compiled as if it was all.
+    #[cold]
+    #[inline(never)]
     fn lap(&mut self, phase: Phase) {
         let since = std::mem::replace(&mut self.last, self.clock.now());
         let ticks = self.last.saturating_sub(since);
@@ -182,6 +191,8 @@ impl Recorder {
         }
     }
 
+    #[cold]
+    #[inline(never)]
     fn end_step(&mut self) {
         let mut total = 0;
         for (phase, ticks) in self.current.iter_mut().enumerate() {
