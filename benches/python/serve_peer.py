@@ -16,7 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-
 PAGE_SIZE, NUM_BLOCKS = 32, 512
 MOST_MEMORY = 12 << 30
 """Bytes after which an allocation fails, so that nothing else on the machine is killed."""

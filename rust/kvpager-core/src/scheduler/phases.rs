@@ -3,8 +3,8 @@
 //! Off, a phase costs one test of a pointer. On, it costs one reading of the processor's counter. Built with
 //! `--cfg unrecorded`, it costs nothing, which is what `benches/python/scheduler_profile.py` compares with.
 
-use crate::{Error, Result};
 use crate::ticks::TickClock;
+use crate::{Error, Result};
 use hdrhistogram::Histogram;
 
 /// A part of a step. Their times do not overlap; together they are the time inside `step` and `commit`.
