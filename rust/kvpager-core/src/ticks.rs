@@ -57,7 +57,7 @@ mod counter {
     pub(super) fn is_steady() -> bool {
         const POWER: u32 = 0x8000_0007;
         // SAFETY: every x86-64 processor has this instruction.
-        #[allow(unused_unsafe, reason = "safe in newer compilers")]
+        #[allow(clippy::allow_attributes, unused_unsafe, reason = "safe since Rust 1.93, and 1.90 will do")]
         let (most, power) = unsafe { (__cpuid(0x8000_0000).eax, __cpuid(POWER).edx) };
         most >= POWER && power & (1 << 8) != 0
     }
