@@ -88,8 +88,15 @@ def measure(
             raise
     phases = recorded.scheduler.end_phases()
     assert phases is not None, "recording was begun above"
-    timed = (array[:done] for array in (allocations, written))
-    return CaseTimes(load, steps_ns[:done], recorded_ns[:done], phases, *timed, is_complete=done == steps)
+    return CaseTimes(
+        load,
+        steps_ns[:done],
+        recorded_ns[:done],
+        phases,
+        allocations[:done],
+        written[:done],
+        is_complete=done == steps,
+    )
 
 
 def _timed_step(driver: LoadDriver) -> tuple[int, int, int]:
