@@ -2,7 +2,8 @@
 
     python benches/python/reproduce.py [--only admission,eviction] [--shared ../shared] [--requests 5000]
 
-Each part is a section of `benches/RESULTS.md` between two comments; what is outside stays as it is. Every
+Each part is a section of `benches/RESULTS.md` between two comments (`speed` of `benches/results/replay.md` too);
+what is outside stays as it is. Every
 cell is a run of the real scheduler, index and pool in virtual time, so all parts but `speed` come out the
 same on every machine.
 """
@@ -21,7 +22,9 @@ import sections
 
 __all__ = ["PARTS", "main"]
 
-PAGE = Path(__file__).resolve().parent.parent / "RESULTS.md"
+_BENCHES = Path(__file__).resolve().parent.parent
+PAGES = (_BENCHES / "RESULTS.md", _BENCHES / "results" / "replay.md")
+"""The results page has every section, the page about the replay its wall times again."""
 
 PARTS: dict[str, Callable[[Path, int], Iterator[str]]] = {
     "admission": replay_policies.admission,
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shared", type=Path, default=Path(os.environ.get("KVPAGER_SHARED", "../shared")))
     parser.add_argument("--requests", type=int, default=5000, help="of a cell")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas")
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--page", type=Path, action="append", help="instead of the project's own pages")
     options = parser.parse_args(arguments)
     names = options.only.split(",")
     if unknown := [name for name in names if name not in PARTS]:
@@ -53,8 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for line in PARTS[name](options.shared / "traces", options.requests):
             print(line, flush=True)
             lines.append(line)
-        page = sections.rewrite(options.page.read_text(encoding="utf-8"), {name: "\n".join(lines)})
-        options.page.write_text(page, encoding="utf-8")
+        _write(options.page or PAGES, name, "\n".join(lines))
+
+
+def _write(pages: Sequence[Path], name: str, content: str) -> None:
+    """Puts a section into the first page, which must have it, and into those of the others that do."""
+    for number, path in enumerate(pages):
+        text = path.read_text(encoding="utf-8")
+        if number == 0 or name in sections.names(text):
+            path.write_text(sections.rewrite(text, {name: content}), encoding="utf-8")
 
 
 if __name__ == "__main__":

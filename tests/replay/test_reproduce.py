@@ -58,6 +58,8 @@ def test_broken_page_is_refused(tools: Any, page: str, reason: str) -> None:
 def test_every_part_has_its_section_on_the_results_page(tools: Any, repository: Path) -> None:
     page = (repository / "benches" / "RESULTS.md").read_text()
     assert sorted(tools.sections.names(page)) == sorted(tools.reproduce.PARTS)
+    assert tools.reproduce.PAGES[0] == repository / "benches" / "RESULTS.md"
+    assert tools.sections.names(tools.reproduce.PAGES[1].read_text()) == ["speed"]
 
 
 def test_parts_that_time_nothing_come_out_the_same_each_time(
