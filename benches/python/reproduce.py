@@ -2,10 +2,9 @@
 
     python benches/python/reproduce.py [--only admission,eviction] [--shared ../shared] [--requests 5000]
 
-Each part is a section of `benches/RESULTS.md` between two comments (`speed` of `benches/results/replay.md` too);
-what is outside stays as it is. Every
-cell is a run of the real scheduler, index and pool in virtual time, so all parts but `speed` come out the
-same on every machine.
+Each part is a section of `benches/RESULTS.md` between two comments, `speed` also one of
+`benches/results/replay.md`; what is outside stays as it is. Every cell is a run of the real scheduler, index
+and pool in virtual time, so all parts but `speed` come out the same on every machine.
 """
 
 from __future__ import annotations

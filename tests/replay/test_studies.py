@@ -27,6 +27,7 @@ def test_short_device_waits_where_a_trusting_engine_runs_out_of_memory() -> None
     assert set(whole["out_of_memory_if_short"]) == {"1%", "5%", "10%"}
     assert short["finished"] + sum(short["refused"].values()) == whole["requests"] == 300
     assert short["peak_held"] <= 5625
+    assert whole["out_of_memory"] == short["out_of_memory"] == 0, "more was never promised than there is"
 
 
 def test_reordering_keeps_the_requests_and_the_times() -> None:

@@ -343,7 +343,7 @@ def _progress(trace: Trace, study: Study, *, shown: bool) -> Iterator[Report]:
     requests = study.settings.requests
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]:,.0f} requests/s"),
         TimeRemainingColumn(),

@@ -169,6 +169,7 @@ _ROWS: list[_Row] = [
         lambda run: _quantiles(run["memory"]["contiguous_reservation"], "p50", "p99", "max"),
     ),
     ("internal waste", lambda run: f"{run['memory']['internal_waste']:.2%}"),
+    ("out of memory", lambda run: f"{run['out_of_memory']:,}"),
     ("out of memory without it, short by 1 / 5 / 10 %", _shortage),
     ("batch p50 / p99 / max", lambda run: _quantiles(run["batch_size"], "p50", "p99", "max")),
     (

@@ -142,6 +142,8 @@ pub(super) struct MemoryOverTime {
     steps: u64,
     /// Times that the held blocks rose above what a device that is short by `SHORTAGES` has.
     overruns: [u64; SHORTAGES.len()],
+    /// Steps in which more was held than the device has: what admission promises never to be.
+    over_capacity: u64,
     last_held: u64,
 }
 
@@ -164,6 +166,7 @@ impl MemoryOverTime {
             stride: 1,
             steps: 0,
             overruns: [0; SHORTAGES.len()],
+            over_capacity: 0,
             last_held: 0,
         }
     }
@@ -193,6 +196,8 @@ impl MemoryOverTime {
             let limit = pool.capacity * (100 - percent) / 100;
             *count += u64::from(self.last_held <= limit && pool.held > limit);
         }
+        let committed = pool.held + pool.reserved + pool.quarantined;
+        self.over_capacity += u64::from(committed > pool.capacity);
         self.last_held = pool.held;
         if self.steps.is_multiple_of(self.stride) {
             self.push_point(now, pool, step.num_sequences);
@@ -232,6 +237,11 @@ impl MemoryOverTime {
             "contiguous_reservation": self.contiguous.report_at_least(peak_held),
             "internal_waste": if self.slots > 0.0 { round(self.unused_slots / self.slots) } else { 0.0 },
         })
+    }
+
+    /// Steps in which more was promised or held than the device has.
+    pub(super) fn over_capacity(&self) -> u64 {
+        self.over_capacity
     }
 
     /// How often an engine that counts on the whole pool would have run out on a device that is short of it.

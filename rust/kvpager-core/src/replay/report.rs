@@ -207,6 +207,7 @@ impl Record {
             "mean_held": round(self.memory.mean_held()),
             "batch_size": self.memory.batch_report(),
             "memory": self.memory.report(pool.peak_held),
+            "out_of_memory": self.memory.over_capacity(),
             "out_of_memory_if_short": self.memory.overrun_report(),
             "latency": self.overall.report(),
             "latency_by_context": self.contexts(),
