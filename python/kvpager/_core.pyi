@@ -1268,8 +1268,8 @@ class Scheduler:
         layer_groups: what the layers of each group see, as `KvGeometry.layer_groups` begins:
             `("full", None)`, `("sliding", tokens)`, `("chunked", tokens)`, a query's own token counted. None
             for one full group. All groups take blocks of one pool; a block out of its group's window is let
-            go while the sequence runs. Anything but one full group excludes an index, a host tier, forks,
-            samples and beams.
+            go while the sequence runs. Anything but one full group excludes a host tier, forks, samples and
+            beams. With an index the first group must be full, and tenants have no group and no public scope.
         max_waiting: requests that may wait at once, of all tenants.
         max_waiting_tokens: prompt tokens that may wait at once, of all tenants; None for no bound.
         ageing_steps: steps of waiting that make up for one class of priority; 0 if priorities do not matter.

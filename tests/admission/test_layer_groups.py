@@ -97,7 +97,31 @@ def test_what_needs_one_full_group_is_refused() -> None:
         scheduler.fork(request)
 
 
-def test_an_index_is_refused() -> None:
-    pool = BlockPool(16)
-    with pytest.raises(errors.InvalidArgumentError, match="3 groups"):
-        Scheduler(pool, PrefixIndex(pool, block_size=16), layer_groups=WINDOWED)
+def reusing(groups: list[tuple[str, int | None]]) -> tuple[BlockPool, PrefixIndex, Scheduler]:
+    pool = BlockPool(64)
+    index = PrefixIndex(pool, block_size=4)
+    return pool, index, Scheduler(pool, index, block_size=4, max_model_tokens=128, layer_groups=groups)
+
+
+def test_a_prefix_is_reused_in_every_group() -> None:
+    pool, index, scheduler = reusing(WINDOWED)
+    tenant = scheduler.add_tenant("alice")
+    cached = []
+    for _ in range(3):
+        scheduler.submit(tenant, range(30), max_tokens=1)
+        batch = scheduler.step()
+        ended = commit_samples(scheduler, batch).finished
+        cached.append((ended[0].cached_tokens, batch.num_tokens))
+        # What a window has left behind goes first, and no later match needs it.
+        assert index.evict(4) == 4
+    assert cached == [(0, 30), (28, 2), (28, 2)]
+    index.evict(64)
+    assert pool.stats().free == 64
+
+
+def test_what_an_index_cannot_share_is_refused() -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=r"layer_groups\[0\] is sliding over 4 tokens"):
+        reusing([("sliding", 4), ("full", None)])
+    _, _, scheduler = reusing(WINDOWED)
+    with pytest.raises(errors.InvalidArgumentError, match="has a group or a public scope"):
+        scheduler.add_tenant("house", scope="group")

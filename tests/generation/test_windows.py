@@ -86,15 +86,20 @@ def test_windowed_layers_give_the_tokens_of_a_dense_masked_forward_pass(
     assert abs(unmasked[-1] - masked[-1]).max() > 1e-2, "the mask matters to this model"
 
 
-def test_a_windowed_model_generates_through_the_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_windowed_model_generates_through_the_engine(tmp_path: Path, reuse: bool) -> None:
     model, tensors = windowed(tmp_path, SLIDING_AND_FULL)
-    config = EngineConfig(num_blocks=64, block_size=4, max_batch_tokens=16, max_running=4, reuse=False)
+    config = EngineConfig(num_blocks=256, block_size=4, max_batch_tokens=16, max_running=4, reuse=reuse)
     engine = Engine(LlamaRunner(model), config)
     params = GenerationParams(max_tokens=12)
     generations = [engine.submit(prompt, params)[0] for prompt in PROMPTS]
     engine.run()
     expected = [dense_tokens(model, tensors, prompt, 12) for prompt in PROMPTS]
     assert [generation.token_ids for generation in generations] == expected
+    again = [engine.submit(prompt, params)[0] for prompt in PROMPTS]
+    engine.run()
+    assert [generation.token_ids for generation in again] == expected
+    assert sum(generation.cached_tokens for generation in again) == (36 if reuse else 0)
 
 
 def test_groups_share_the_memory_of_a_block(tmp_path: Path) -> None:

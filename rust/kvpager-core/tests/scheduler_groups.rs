@@ -5,10 +5,11 @@ mod support;
 
 use kvpager_core::geometry::Span;
 use kvpager_core::scheduler::{
-    AdmissionPolicy, FinishReason, ForecastConfig, HostTierConfig, SchedulerConfig, ZeroBlocks,
+    AdmissionPolicy, FinishReason, ForecastConfig, HostTierConfig, SchedulerConfig, Tenant, ZeroBlocks,
 };
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
+use std::sync::Arc;
 use support::{Engine, config, expected_output, prompt, request};
 
 fn grouped(block_size: u32, groups: &[Span]) -> SchedulerConfig {
@@ -82,6 +83,66 @@ fn a_long_prompt_lets_its_chunks_room_go_when_it_is_computed() {
     engine.check_idle();
 }
 
+/// Runs a request alone; returns how many prompt tokens came from the index.
+fn cached_tokens(engine: &mut Engine, tenant: &Arc<Tenant>, tokens: &[u32]) -> u32 {
+    let id = engine.submit(tenant, tokens, 3).expect("it fits");
+    engine.finish(200);
+    assert_eq!(engine.outputs[&id], expected_output(tokens, 3, &[]));
+    engine.finished[&id].cached_tokens
+}
+
+#[test]
+fn a_match_needs_no_more_of_a_window_than_its_end() {
+    let mut engine = Engine::new(64, grouped(4, &[Span::Full, Span::Sliding(8)]), true);
+    let tenant = engine.tenant("a");
+    let long = prompt(1, 42);
+    assert_eq!(cached_tokens(&mut engine, &tenant, &long), 0);
+    // 44 tokens are computed, 11 blocks: the window's end has 2 or 3, the 8 before are tombstones after this.
+    let index = Arc::clone(engine.index.as_ref().unwrap());
+    let before = engine.pool.stats().cached;
+    assert_eq!(before, 22, "every block of both groups is cached");
+    assert_eq!(index.evict(8), 8);
+    engine.check();
+    assert_eq!(cached_tokens(&mut engine, &tenant, &long), 40, "only the middle of the window went");
+    // A prefix of it ends where the window's blocks are gone.
+    assert_eq!(cached_tokens(&mut engine, &tenant, &long[..21]), 0);
+    assert_eq!(cached_tokens(&mut engine, &tenant, &long[..21]), 20, "computed again, it is there again");
+    engine.check_idle();
+}
+
+#[test]
+fn equal_prompts_that_overlap_are_computed_once_in_every_group() {
+    let mut engine = Engine::new(96, grouped(4, &[Span::Full, Span::Sliding(8), Span::Chunked(8)]), true);
+    let tenant = engine.tenant("a");
+    let ids: Vec<_> = (0..4).map(|_| engine.submit(&tenant, &prompt(1, 22), 9).unwrap()).collect();
+    engine.finish(200);
+    let cached: Vec<u32> = ids.iter().map(|id| engine.finished[id].cached_tokens).collect();
+    assert_eq!(cached, [0, 20, 20, 20]);
+    engine.check_idle();
+    assert!(engine.index.as_ref().unwrap().evict(u32::MAX) > 0);
+    assert_eq!(engine.pool.stats().free, 96, "all that is cached can be evicted");
+}
+
+#[test]
+fn what_others_use_of_a_window_costs_a_running_sequence_nothing() {
+    // Two of one prompt, under `reserve` in a pool for exactly two: each writes on when the other still uses the window.
+    let config = SchedulerConfig {
+        max_batch_tokens: 8,
+        max_running: 8,
+        ..grouped(4, &[Span::Full, Span::Sliding(8)])
+    };
+    let need = config.lifetime_blocks(22, 30);
+    let mut engine = Engine::new(2 * need, config, true);
+    let tenant = engine.tenant("a");
+    let ids = [engine.submit(&tenant, &prompt(1, 22), 30), engine.submit(&tenant, &prompt(1, 22), 30)];
+    engine.finish(60);
+    for id in ids {
+        assert_eq!(engine.outputs[&id.unwrap()], expected_output(&prompt(1, 22), 30, &[]));
+    }
+    assert_eq!(engine.scheduler.stats().num_preemptions, 0);
+    engine.check_idle();
+}
+
 #[test]
 fn what_groups_do_not_do_is_refused_with_numbers() {
     let windowed = [Span::Full, Span::Sliding(8)];
@@ -97,6 +158,12 @@ fn what_groups_do_not_do_is_refused_with_numbers() {
     let id = engine.submit(&tenant, &prompt(1, 4), 4).unwrap();
     assert!(engine.scheduler.fork(id, 1).unwrap_err().to_string().contains("2 groups"));
     assert!(engine.scheduler.reorder(&[id], &[id], &[1]).is_err());
+    let windowed_first = Engine::try_new(32, grouped(4, &[Span::Sliding(8), Span::Full]), true);
+    assert!(
+        windowed_first
+            .err()
+            .is_some_and(|error| error.to_string().contains("layer_groups[0] is sliding over 8"))
+    );
     let none = grouped(4, &[]).validate().unwrap_err().to_string();
     assert!(none.contains("0 groups"), "{none}");
 }
@@ -177,12 +244,18 @@ proptest! {
         num_blocks in 12..60u32,
         block_size in 1..5u32,
         groups in prop::collection::vec(span(), 1..4),
+        cached in prop::bool::weighted(0.7),
         max_batch_tokens in 3..20u32,
         max_prefill_chunk in 0..6u32,
         max_open_steps in 1..4u32,
         policy in policy(),
         operations in prop::collection::vec(operation(), 1..80),
     ) {
+        // An index finds prefixes by the blocks of a full group.
+        let mut groups = groups;
+        if cached {
+            groups[0] = Span::Full;
+        }
         let mut config = grouped(block_size, &groups);
         config.max_running = 3;
         config.max_batch_tokens = max_batch_tokens;
@@ -190,7 +263,7 @@ proptest! {
         config.max_open_steps = max_open_steps;
         config.zero_blocks = ZeroBlocks::Always;
         config.policy = policy;
-        let mut engine = Engine::new(num_blocks, config, false);
+        let mut engine = Engine::new(num_blocks, config, cached);
         let tenants = [engine.tenant("a"), engine.tenant_with("b", num_blocks / 4, num_blocks / 2)];
         let mut accepted: Vec<(SequenceId, Vec<u32>, u32)> = Vec::new();
         let mut aborted = Vec::new();

@@ -75,7 +75,7 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         debug_assert!(given.is_ok() || FAULT != faults::NONE, "{given:?}");
     }
 
-    fn count_cached(&self, account: AccountId, change: i64) {
+    pub(super) fn count_cached(&self, account: AccountId, change: i64) {
         // Relaxed: statistics.
         self.accounts.of_block(account).cached.fetch_add(change, Ordering::Relaxed);
         self.accounts.cached.fetch_add(change, Ordering::Relaxed);

@@ -229,6 +229,11 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         self.epochs.close(epoch, |closed| self.drain(closed))
     }
 
+    /// The newest step that is open now.
+    pub(crate) fn newest_open_step(&self) -> Option<StepEpoch> {
+        self.epochs.newest_open()
+    }
+
     /// Whether a step and all before it have closed.
     #[must_use]
     pub fn epoch_closed(&self, epoch: StepEpoch) -> bool {

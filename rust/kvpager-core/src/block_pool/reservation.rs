@@ -135,19 +135,67 @@ impl<const FAULT: u8> Reservation<FAULT> {
     /// [`Error::InvalidArgument`] for more than is promised.
     pub fn split(&mut self, num_blocks: u32) -> Result<Self> {
         let count = self.drawn(num_blocks as usize)?;
-        // What has no permit yet moves first; the lane of the part may be missing, then it cannot note permits.
+        // The lane of the part may be missing.
         let lane = self.pool.lanes.claim(self.account, User::Reservation);
+        let backed = self.take_part(count)?;
+        let pool = Arc::clone(&self.pool);
+        let mut part = Self { pool, account: self.account, num_blocks: 0, backed: 0, lane };
+        part.add_part(count, backed);
+        Ok(part)
+    }
+
+    /// Takes a part out, and how much of it has a free permit; what has none yet goes first.
+    fn take_part(&mut self, num_blocks: u32) -> Result<u32> {
+        let count = self.drawn(num_blocks as usize)?;
         let backed = self.backed.saturating_sub(self.num_blocks - count);
         self.backed -= backed;
         self.count(-i64::from(count));
-        let pool = Arc::clone(&self.pool);
-        let mut part = Self { pool, account: self.account, num_blocks: 0, backed: 0, lane };
-        match part.lane {
-            Some(_) => part.backed = backed,
+        Ok(backed)
+    }
+
+    /// Adds a part, of which so much has a free permit. Only those of a lane may be noted.
+    fn add_part(&mut self, num_blocks: u32, backed: u32) {
+        match self.lane {
+            Some(_) => self.backed += backed,
             None => self.pool.accounts.permits.give(Permits { free: backed, shared: 0 }),
         }
-        part.count(i64::from(count));
-        Ok(part)
+        self.count(i64::from(num_blocks));
+    }
+
+    /// Moves a part of the promise to another one of the same account. Capacity stays where it is.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for more than is promised, or another account.
+    pub(crate) fn move_to(&mut self, num_blocks: u32, other: &mut Self) -> Result<()> {
+        if other.account != self.account {
+            return Err(Error::invalid(format!(
+                "a promise of account {} moved to one of account {}",
+                self.account, other.account
+            )));
+        }
+        let backed = self.take_part(num_blocks)?;
+        other.add_part(num_blocks, backed);
+        Ok(())
+    }
+
+    /// Holds cached blocks with promised capacity: it stays committed, so nothing can be short.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for more than is promised.
+    pub(crate) fn hold_cached(&mut self, num_blocks: u32) -> Result<()> {
+        let backed = self.take_part(num_blocks)?;
+        // A held block is no free one: the permits that the promise had for it go back.
+        self.pool.accounts.permits.give(Permits { free: backed, shared: 0 });
+        self.pool.count_cached(self.account, -i64::from(num_blocks));
+        self.pool.note_peak();
+        Ok(())
+    }
+
+    /// Takes the capacity of held indexed blocks, which nobody uses and no open step reads, back into the promise: they
+    /// are cached.
+    pub(crate) fn unhold_cached(&mut self, num_blocks: u32) {
+        self.pool.count_cached(self.account, i64::from(num_blocks));
+        self.count(i64::from(num_blocks));
     }
 
     /// Gives a part back.

@@ -20,6 +20,17 @@ impl Span {
         }
     }
 
+    /// The first position that a query at `position` sees.
+    pub fn first_visible(self, position: u32) -> u32 {
+        // A window that does not fit 32 bits is wider than any position.
+        let size = |tokens: u64| u32::try_from(tokens.max(1)).unwrap_or(u32::MAX);
+        match self {
+            Self::Full => 0,
+            Self::Sliding(window) => position.saturating_sub(size(window) - 1),
+            Self::Chunked(chunk) => position - position % size(chunk),
+        }
+    }
+
     /// Most blocks that a sequence has at once while `num_tokens` tokens are computed, `ahead` at a time. Not less than
     /// that is enough, whatever the blocks' phase.
     pub fn peak_blocks(self, num_tokens: u64, ahead: u64, block_size: u64) -> u64 {

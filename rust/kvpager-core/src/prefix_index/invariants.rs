@@ -19,7 +19,7 @@ impl PrefixIndex {
         for (id, namespace) in self.namespaces.all() {
             self.check_namespace(namespace, &mut seen).map_err(|text| format!("namespace {id}: {text}"))?;
         }
-        Ok(())
+        self.check_attached()
     }
 
     fn check_namespace(&self, namespace: &Namespace, seen: &mut HashSet<u32>) -> Check {

@@ -10,6 +10,7 @@
 //! takes one namespace at a time, in pieces as short. The order of eviction is exact least-recently-released
 //! when calls come from one thread.
 
+mod attached;
 mod chain;
 mod child_hash;
 mod clock;
@@ -56,6 +57,7 @@ use crate::block_pool::BlockPool;
 use crate::error::{Error, Result};
 use crate::ids::{AccountId, BlockHandle, NamespaceId};
 use crate::sync::{AtomicU64, Ordering};
+use attached::Attached;
 use child_hash::ChildHash;
 use events::Events;
 use evictor::{Evictor, Whose};
@@ -65,7 +67,7 @@ use learned::Learner;
 use namespace::Namespace;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use token_arena::TokenArena;
 use tree::View;
 
@@ -141,6 +143,8 @@ pub struct PrefixIndex {
     clock: AtomicU64,
     /// There under the `learned` policy.
     learned: Option<Learned>,
+    /// Blocks of further layer groups, if there are any.
+    attached: OnceLock<Attached>,
     /// The stream of events, if it is on.
     events: Option<Events>,
     items: Items,
@@ -268,6 +272,7 @@ impl PrefixIndex {
             learned,
             events,
             items: Items::default(),
+            attached: OnceLock::new(),
             digest_key: random_key(),
         }))
     }
@@ -295,7 +300,13 @@ impl PrefixIndex {
 
     fn evict_of(&self, whose: Whose, num_blocks: u32) -> u32 {
         let num_blocks = num_blocks as usize;
-        let evicted = match &self.learned {
+        let left_behind = self.evict_attached(whose, num_blocks, false);
+        let done = left_behind + self.evict_nodes(whose, num_blocks - left_behind);
+        (done + self.evict_attached(whose, num_blocks.saturating_sub(done), true)) as u32
+    }
+
+    fn evict_nodes(&self, whose: Whose, num_blocks: usize) -> usize {
+        match &self.learned {
             None if self.config.eviction == EvictionPolicy::Clock => {
                 self.evictor.evict_by_clock(self, whose, num_blocks)
             }
@@ -304,8 +315,7 @@ impl PrefixIndex {
                 let values = |account| lock(&learned.of(account)).values();
                 self.evictor.evict_by_value(self, whose, num_blocks, &values)
             }
-        };
-        evicted as u32
+        }
     }
 
     /// Evicts everything that is not held.
@@ -335,6 +345,7 @@ impl PrefixIndex {
         if let Some(events) = &self.events {
             events.removed(namespace, blocks);
         }
+        self.evict_homes(blocks);
         let evicted = self.pool.evict(blocks);
         debug_assert!(evicted.is_ok(), "unheld blocks of the index can be evicted: {evicted:?}");
     }

@@ -2,6 +2,7 @@
 
 use super::compartments::{Room, range_of};
 use super::core::Core;
+use super::group_blocks::look_up_groups;
 use super::inbox::Inbox;
 use super::layer_groups::MAX_GROUPS;
 use super::limits::note_admission;
@@ -10,7 +11,7 @@ use super::policy::{AdmissionRequest, AdmissionRoom, OutputLengths, Trajectory};
 use super::queue::Place;
 use super::request::{FinishReason, WaitingRequest};
 use super::samples::extra_blocks;
-use super::scopes::{look_up, peek};
+use super::scopes::peek;
 use super::sequence::Sequence;
 use crate::block_pool::Reservation;
 use crate::geometry::Span;
@@ -137,7 +138,7 @@ impl Core {
             self.phases.lap(Phase::LookUp);
             return Ok(Err(short));
         }
-        let found = look_up(self.index.as_ref(), request, &mut self.scratch);
+        let found = look_up_groups(self.index.as_ref(), request, &self.config, &mut self.scratch);
         self.phases.lap(Phase::LookUp);
         let pin = match found {
             Ok(pin) => pin,
@@ -154,11 +155,19 @@ impl Core {
             self.queue.note_share_wait(tenant, place);
             return Ok(Err(nothing_there()));
         }
-        let reservation = match self.promise(waiting, self.scratch.len())? {
+        let mut reservation = match self.promise(waiting, self.scratch.len())? {
             Ok(reservation) => reservation,
             Err(short) => return Ok(Err(short)),
         };
         self.keep_within_limit(&request.tenant)?;
+        if self.tables.num_free_rows() == 0 {
+            return Ok(Err(nothing_there()));
+        }
+        let (prompt_tokens, max_tokens) = (waiting.progress.prompt_tokens, waiting.request.max_tokens);
+        let mut layers = self.new_layers(prompt_tokens, prompt_tokens + max_tokens);
+        if !self.use_found(layers.as_deref_mut(), &mut reservation)? {
+            return Ok(Err(nothing_there()));
+        }
         let Some(row) = self.tables.take_row() else { return Ok(Err(nothing_there())) };
         let Some(waiting) = self.queue.pop(tenant, place) else { return Ok(Err(nothing_there())) };
         note_admission(&waiting, &inbox.places, self.last_step.0);
@@ -166,7 +175,9 @@ impl Core {
             self.add_growth(&mut growth, &waiting);
             self.compartments[compartment].growth = Some(growth);
         }
+        self.begin_rows(layers.as_deref_mut(), row);
         let mut sequence = self.start(waiting, pin, reservation, row);
+        sequence.layers = layers;
         self.copy_partial(&mut sequence)?;
         let position = self.insert_running(sequence);
         self.plan_chunk(position, budget)?;
@@ -253,14 +264,12 @@ impl Core {
         self.recomputed_tokens +=
             u64::from(std::mem::take(&mut progress.lost_tokens).saturating_sub(matched_tokens));
         let mut tokens = std::mem::take(&mut waiting.request.prompt);
-        let prompt_tokens = progress.prompt_tokens;
-        let longest = prompt_tokens + waiting.request.max_tokens;
+        let longest = progress.prompt_tokens + waiting.request.max_tokens;
         let mut blocks = Vec::with_capacity(self.config.blocks_for(longest) as usize);
         tokens.reserve_exact(longest as usize - tokens.len());
         blocks.extend_from_slice(&self.scratch);
         let mut sequence = Sequence::new(waiting.id, waiting.request, tokens, blocks, reservation, row);
         sequence.num_computed = matched_tokens;
-        sequence.layers = self.new_layers(prompt_tokens, longest);
         if sequence.request.n > 1 {
             self.own(sequence.id).num_unforked += sequence.request.n - 1;
             sequence.special_mut().is_unforked = true;

@@ -200,7 +200,7 @@ impl Core {
                 self.tables.replace(sequence.row, column as u32, block.id());
             }
         }
-        Ok(())
+        self.attach_blocks(position, from, from + extended.num_indexed)
     }
 }
 

@@ -235,7 +235,11 @@ impl Core {
         self.own(sequence.id).num_unforked -= sequence.request.n - 1;
         self.queue.note_end(sequence.request.tenant.index);
         self.let_pin_go(sequence);
-        self.pool.release(&sequence.take_own_blocks())
+        let (own, attached) = sequence.take_blocks();
+        if let (Some(index), false) = (&self.index, attached.is_empty()) {
+            index.leave_all_attached(&attached, sequence.request.tenant.account)?;
+        }
+        self.pool.release(&own)
     }
 
     /// Gives a sequence the blocks that cover `num_tokens` positions. `Ok(Err(error))` says what is short: the

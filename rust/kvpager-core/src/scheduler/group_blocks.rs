@@ -5,12 +5,18 @@
 //! committed. So it is overwritten by the next growth of any group, without a call to the pool, and what is promised to
 //! a sequence circulates in it.
 
+use super::config::SchedulerConfig;
 use super::core::Core;
-use super::layer_groups::first_visible;
+use super::request::Request;
+use super::scopes::{find, look_up};
 use super::sequence::Sequence;
+use crate::block_pool::Reservation;
+use crate::geometry::Span;
 use crate::ids::BlockHandle;
+use crate::prefix_index::{ChainPin, PrefixIndex};
 use crate::{Error, Result};
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 /// What the first group's blocks in `Sequence::blocks` do not say.
 #[derive(Debug)]
@@ -29,7 +35,20 @@ pub(super) struct GroupBlocks {
     /// Leading blocks that it has let go.
     pub(super) first: u32,
     /// Those after them.
-    pub(super) blocks: VecDeque<BlockHandle>,
+    pub(super) blocks: VecDeque<GroupBlock>,
+}
+
+/// A block of a group: the sequence's own, or one that the index has and the sequence uses.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GroupBlock {
+    pub(super) block: BlockHandle,
+    is_attached: bool,
+}
+
+impl GroupBlock {
+    const fn own(block: BlockHandle) -> Self {
+        Self { block, is_attached: false }
+    }
 }
 
 impl LayerBlocks {
@@ -48,7 +67,7 @@ impl LayerBlocks {
 impl GroupBlocks {
     /// The block of so many positions; the caller knows that the group has it.
     pub(super) fn block(&self, logical: u32) -> BlockHandle {
-        self.blocks[(logical - self.first) as usize]
+        self.blocks[(logical - self.first) as usize].block
     }
 }
 
@@ -64,17 +83,22 @@ impl Sequence {
         self.tokens.len() as u32 - self.num_computed > 1
     }
 
-    /// The blocks that go back to the pool when it ends: those that are not the index's.
-    pub(super) fn take_own_blocks(&mut self) -> Vec<BlockHandle> {
+    /// Takes its blocks when it ends: its own, which go back to the pool, and those of further groups that are the
+    /// index's. Those of the first group that are the index's are its pin's.
+    pub(super) fn take_blocks(&mut self) -> (Vec<BlockHandle>, Vec<BlockHandle>) {
         let Some(layers) = self.layers.take() else {
             let own = self.blocks.split_off(self.num_indexed as usize);
             self.blocks.clear();
-            return own;
+            return (own, Vec::new());
         };
         let mut own = self.blocks.split_off(self.num_indexed.max(layers.first) as usize);
         self.blocks.clear();
-        own.extend(layers.rest.iter().flat_map(|group| &group.blocks).chain(&layers.spare));
-        own
+        let mut attached = Vec::new();
+        for block in layers.rest.iter().flat_map(|group| &group.blocks) {
+            if block.is_attached { &mut attached } else { &mut own }.push(block.block);
+        }
+        own.extend_from_slice(&layers.spare);
+        (own, attached)
     }
 }
 
@@ -84,6 +108,47 @@ impl Core {
         let config = &self.config;
         let most = |&span| config.group_peak(span, prompt_tokens, longest, true) as usize;
         config.is_grouped().then(|| Box::new(LayerBlocks::new(config.layer_groups.iter().skip(1).map(most))))
+    }
+
+    /// Begins with what further groups have in the index after the first group's blocks in `scratch`. False, and
+    /// nothing is used, if something went since it was looked up.
+    pub(super) fn use_found(
+        &self,
+        layers: Option<&mut LayerBlocks>,
+        promise: &mut Reservation,
+    ) -> Result<bool> {
+        let (Some(layers), Some(index)) = (layers, &self.index) else { return Ok(true) };
+        index.use_attached(&self.scratch, promise, |group, _, block| {
+            layers.rest[group].blocks.push_back(GroupBlock { block, is_attached: true });
+        })
+    }
+
+    /// Writes what a new sequence begins with into the tables of further groups.
+    pub(super) fn begin_rows(&mut self, layers: Option<&mut LayerBlocks>, row: u32) {
+        let Some(layers) = layers else { return };
+        for (group, tables) in layers.rest.iter_mut().zip(&mut self.group_tables) {
+            group.first = (self.scratch.len() - group.blocks.len()) as u32;
+            tables.begin_at(row, group.first);
+            group.blocks.iter().for_each(|block| tables.append(row, block.block.id()));
+        }
+    }
+
+    /// Attaches the blocks of further groups to those of the first one from `from` to `to`, which are the index's by
+    /// now. Where a group has let its block go, or another sequence's is there, nothing changes.
+    pub(super) fn attach_blocks(&mut self, position: usize, from: usize, to: usize) -> Result<()> {
+        let sequence = &mut self.running[position];
+        let (Some(index), Some(layers)) = (&self.index, &mut sequence.layers) else { return Ok(()) };
+        let account = sequence.request.tenant.account;
+        for (number, group) in layers.rest.iter_mut().enumerate() {
+            for logical in from.max(group.first as usize)..to {
+                let block = &mut group.blocks[logical - group.first as usize];
+                if !block.is_attached {
+                    block.is_attached =
+                        index.attach(sequence.blocks[logical], number, block.block, account)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// `Core::grow` over all groups, all or nothing: spare blocks first, then what is promised.
@@ -114,7 +179,7 @@ impl Core {
             self.tables.append(sequence.row, blocks[0].id());
             let others = layers.rest.iter_mut().zip(&mut self.group_tables);
             for ((group, tables), &block) in others.zip(&blocks[1..]) {
-                group.blocks.push_back(block);
+                group.blocks.push_back(GroupBlock::own(block));
                 tables.append(sequence.row, block.id());
             }
         }
@@ -131,7 +196,7 @@ impl Core {
         let Some(layers) = &mut sequence.layers else { return Ok(()) };
         let next = sequence.num_computed;
         let end = sequence.blocks.len() as u32;
-        let first_of = |span| (first_visible(span, next) / block_size).min(end);
+        let first_of = |span: Span| (span.first_visible(next) / block_size).min(end);
         let mut spans = self.config.layer_groups.iter().copied();
         let first = spans.next().map_or(0, first_of);
         while layers.first < first {
@@ -142,10 +207,18 @@ impl Core {
         for ((group, tables), span) in layers.rest.iter_mut().zip(&mut self.group_tables).zip(spans) {
             let first = first_of(span);
             while group.first < first
-                && let Some(block) = group.blocks.pop_front()
+                && let Some(&GroupBlock { block, is_attached }) = group.blocks.front()
             {
+                match &self.index {
+                    Some(index) if is_attached => {
+                        if !index.leave_attached(block, &mut sequence.reservation)? {
+                            break;
+                        }
+                    }
+                    _ => layers.spare.push(block),
+                }
+                group.blocks.pop_front();
                 tables.forget(sequence.row, group.first);
-                layers.spare.push(block);
                 group.first += 1;
             }
         }
@@ -203,4 +276,27 @@ impl Core {
         });
         ends.min().unwrap_or(u32::MAX)
     }
+}
+
+/// Pins what the index has of a request's tokens in all groups; the first group's blocks go to `blocks`.
+pub(super) fn look_up_groups(
+    index: Option<&Arc<PrefixIndex>>,
+    request: &Request,
+    config: &SchedulerConfig,
+    blocks: &mut Vec<BlockHandle>,
+) -> Result<Option<ChainPin>> {
+    let mut pin = look_up(index, request, blocks)?;
+    if !config.is_grouped() {
+        return Ok(pin);
+    }
+    while let (Some(index), Some(_)) = (index, &pin) {
+        let usable = index.usable_blocks(blocks);
+        if usable == blocks.len() {
+            break;
+        }
+        blocks.clear();
+        // The shorter prefix is pinned before the longer one is let go.
+        pin = find(index, request, &request.prompt[..usable * config.block_size as usize], blocks)?;
+    }
+    Ok(pin)
 }

@@ -5,25 +5,12 @@
 //! tokens lets go of the blocks before the first position that its next query sees.
 
 use super::config::SchedulerConfig;
+use super::scopes::{Sharing, TenantScope};
 use crate::geometry::Span;
 use crate::{Error, Result};
 
 /// Most layer groups: more than any model has, and few enough that a step's work per sequence is bounded.
 pub(super) const MAX_GROUPS: usize = 64;
-
-/// The first position that a query at `position` sees.
-pub(super) fn first_visible(span: Span, position: u32) -> u32 {
-    match span {
-        Span::Full => 0,
-        Span::Sliding(window) => position.saturating_sub(last(window)),
-        Span::Chunked(chunk) => position - position % (last(chunk).saturating_add(1)),
-    }
-}
-
-/// A window's tokens less the query's own. Windows fit 32 bits: [`problem`] says so.
-fn last(window: u64) -> u32 {
-    u32::try_from(window.saturating_sub(1)).unwrap_or(u32::MAX)
-}
 
 /// What is wrong with a model's groups, in words.
 pub(super) fn problem(groups: &[Span]) -> Option<String> {
@@ -44,6 +31,40 @@ impl SchedulerConfig {
     /// Whether anything but one group that sees all tokens is to be kept.
     pub(super) fn is_grouped(&self) -> bool {
         *self.layer_groups != [Span::Full]
+    }
+
+    /// Refuses an index for models of which no group keeps all tokens: it finds prefixes by the first group's blocks.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the first group does not see all.
+    pub(super) fn check_reuse(&self) -> Result<()> {
+        match self.layer_groups[0] {
+            Span::Full => Ok(()),
+            other => Err(Error::invalid(format!(
+                "layer_groups[0] is {} over {} tokens, with an index: prefixes are found by the blocks of a full group, \
+                 which must be the first of the {}",
+                other.name(),
+                other.window().unwrap_or(0),
+                self.layer_groups.len()
+            ))),
+        }
+    }
+
+    /// Refuses shared scopes with further groups, whose blocks are charged to who uses them.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a tenant that is or has a group or a public scope.
+    pub(super) fn check_sharing(&self, name: &str, sharing: &Sharing) -> Result<()> {
+        let is_private =
+            sharing.scope == TenantScope::Private && sharing.group.is_none() && sharing.public.is_none();
+        if !self.is_grouped() || is_private {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "tenant {name:?} has a group or a public scope, and layer_groups has {} groups: their blocks are shared inside \
+             a tenant only",
+            self.layer_groups.len()
+        )))
     }
 
     /// Refuses what shares blocks between running sequences.
@@ -133,7 +154,7 @@ mod tests {
 
     #[test]
     fn a_query_sees_its_window_and_itself() {
-        let seen = |span, position| first_visible(span, position);
+        let seen = |span: Span, position| span.first_visible(position);
         assert_eq!([0, 2, 3, 9].map(|p| seen(Span::Sliding(3), p)), [0, 0, 1, 7]);
         assert_eq!([0, 2, 3, 9].map(|p| seen(Span::Chunked(3), p)), [0, 0, 3, 9]);
         assert_eq!([0, 2, 3, 9].map(|p| seen(Span::Sliding(1), p)), [0, 2, 3, 9]);
@@ -150,7 +171,7 @@ mod tests {
                 let mut most = 0;
                 for done in 0..total {
                     let end = (done + config.prefill_ahead()).min(total);
-                    let first = first_visible(span, done) / block_size;
+                    let first = span.first_visible(done) / block_size;
                     most = most.max(config.blocks_for(end) - first);
                 }
                 assert_eq!(config.lifetime_blocks(total, 1), most, "{span:?}, blocks of {block_size}");

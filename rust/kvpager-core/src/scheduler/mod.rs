@@ -183,13 +183,11 @@ impl Scheduler {
                 index.config().block_size
             )));
         }
-        if let Some(index) = index.as_ref().filter(|_| config.is_grouped()) {
-            return Err(Error::invalid(format!(
-                "layer_groups has {} groups that are not one full one, with an index over {} blocks: only sequences of \
-                 one full group are reused",
-                config.layer_groups.len(),
-                index.pool().num_blocks()
-            )));
+        if let Some(index) = &index {
+            config.check_reuse()?;
+            if config.is_grouped() {
+                index.attach_groups(&config.layer_groups[1..])?;
+            }
         }
         let core = Core::new(Arc::clone(&pool), index.clone(), config.clone())?;
         Ok(Self {
@@ -271,6 +269,7 @@ impl Scheduler {
         }
         let Sharing { isolation, scope, .. } = config.sharing;
         config.sharing.check(&config.name, self.id, self.index.is_some())?;
+        self.config.check_sharing(&config.name, &config.sharing)?;
         let quota = Quota { guaranteed: config.guaranteed_blocks, limit: config.limit_blocks };
         check_strict(isolation, quota)?;
         let bounds = self.divide(&core, &tenants, config, quota)?;

@@ -12,6 +12,10 @@ impl Core {
     /// Gives a sequence that is being admitted, and has its whole blocks from the index, a copy of the block that
     /// begins most like its next tokens. Without one, or without room for it, nothing happens.
     pub(super) fn copy_partial(&mut self, sequence: &mut Sequence) -> Result<()> {
+        if sequence.layers.is_some() {
+            // Only the first group's block would be copied.
+            return Ok(());
+        }
         let start = sequence.num_computed as usize;
         // The last token is always computed.
         let end = (start + self.config.block_size as usize).min(sequence.tokens.len() - 1);

@@ -50,6 +50,10 @@ impl Core {
     /// Before a chunk of a prefilling sequence: takes over what has become matchable since. True if it should get
     /// no chunk now, because another one computes its next block in this step.
     pub(super) fn catch_up(&mut self, position: usize) -> Result<bool> {
+        if self.running[position].layers.is_some() {
+            // Taking over would trade blocks of every group; who waits in the queue finds them at its admission.
+            return Ok(false);
+        }
         self.take_over(position)?;
         let sequence = &self.running[position];
         let num_blocks = (sequence.num_computed / self.config.block_size) as usize;

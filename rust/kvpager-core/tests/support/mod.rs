@@ -133,6 +133,10 @@ pub struct Engine {
 
 impl Engine {
     pub fn new(num_blocks: u32, config: SchedulerConfig, reuse: bool) -> Self {
+        Self::try_new(num_blocks, config, reuse).unwrap()
+    }
+
+    pub fn try_new(num_blocks: u32, config: SchedulerConfig, reuse: bool) -> Result<Self> {
         let pool = BlockPool::new(PoolConfig { num_blocks, ..PoolConfig::default() }).unwrap();
         let index = reuse.then(|| {
             let index = IndexConfig { block_size: config.block_size, eviction: EvictionPolicy::Lru };
@@ -140,8 +144,8 @@ impl Engine {
         });
         let block_size = config.block_size as usize;
         let host_slots = config.host_tier.num_blocks as usize * block_size;
-        let scheduler = Arc::new(Scheduler::new(Arc::clone(&pool), index.clone(), config).unwrap());
-        Self {
+        let scheduler = Arc::new(Scheduler::new(Arc::clone(&pool), index.clone(), config)?);
+        Ok(Self {
             kv: vec![None; num_blocks as usize * block_size],
             host: vec![None; host_slots],
             writer: vec![None; num_blocks as usize],
@@ -155,7 +159,7 @@ impl Engine {
             seen: Vec::new(),
             last_samples: Vec::new(),
             flights: VecDeque::new(),
-        }
+        })
     }
 
     pub fn tenant(&self, name: &str) -> Arc<Tenant> {
