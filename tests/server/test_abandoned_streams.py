@@ -7,6 +7,7 @@ how many with the demo model (300 for the full size; by default 12).
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 
@@ -20,19 +21,27 @@ NUM_STREAMS = int(os.environ.get("KVPAGER_ABORTED_STREAMS", "1000"))
 NUM_DEMO_STREAMS = int(os.environ.get("KVPAGER_ABORTED_DEMO", "12"))
 
 
-def request_bytes(generator: random.Random) -> bytes:
+def request_bytes(generator: random.Random, *, with_beams: bool) -> bytes:
     n, length = generator.choice((1, 1, 1, 3)), generator.randrange(1, 400)
-    stream = "true" if generator.random() < 0.8 else "false"
-    prompt = generator.choice("abcd") * length
-    body = f'{{"model":"null","prompt":"{prompt}","max_tokens":200,"n":{n},"stream":{stream}}}'
+    is_streamed = generator.random() < 0.8
+    body = json.dumps(
+        {
+            "model": "null",
+            "prompt": generator.choice("abcd") * length,
+            "max_tokens": 200,
+            "n": n,
+            "stream": is_streamed,
+            "use_beam_search": with_beams and not is_streamed,
+        }
+    )
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {ALICE}\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
-async def abandon(port: int, generator: random.Random, slowest: float) -> str:
+async def abandon(port: int, generator: random.Random, slowest: float, *, with_beams: bool) -> str:
     """Sends a request and closes the connection at a random moment; returns what it had seen."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    data = request_bytes(generator)
+    data = request_bytes(generator, with_beams=with_beams)
     how = generator.random()
     seen = b""
     try:
@@ -57,14 +66,14 @@ async def abandon(port: int, generator: random.Random, slowest: float) -> str:
     return "end" if b"[DONE]" in seen or b"}" in seen else "closed"
 
 
-def abandon_many(server: Running, count: int, slowest: float) -> dict[str, int]:
+def abandon_many(server: Running, count: int, slowest: float, *, with_beams: bool = False) -> dict[str, int]:
     port = int(server.url.rsplit(":", 1)[1])
     ends: dict[str, int] = {}
 
     async def worker(number: int) -> None:
         own = random.Random(number)
         for _ in range(number, count, 50):
-            end = await abandon(port, own, slowest)
+            end = await abandon(port, own, slowest, with_beams=with_beams)
             ends[end] = ends.get(end, 0) + 1
 
     async def main() -> None:
@@ -98,7 +107,7 @@ def test_aborted_streams_of_the_demo_model() -> None:
     with running_server(
         runner=LlamaRunner(loaded.model), tokenizer=loaded.tokenizer, num_blocks=128, max_running=16
     ) as server:
-        ends = abandon_many(server, NUM_DEMO_STREAMS, slowest=3.0)
+        ends = abandon_many(server, NUM_DEMO_STREAMS, slowest=3.0, with_beams=True)
         assert sum(ends.values()) == NUM_DEMO_STREAMS
         server.wait_until_idle()
         answer = server.client().completions.create(

@@ -265,6 +265,11 @@ def test_too_many_requests_are_429_with_a_time_and_the_client_retries() -> None:
         with pytest.raises(openai.RateLimitError, match="the limit is 2") as caught:
             client.completions.create(model="null", prompt="x", max_tokens=2)
         assert int(caught.value.response.headers["Retry-After"]) >= 1
+        with pytest.raises(
+            openai.BadRequestError, match="3 samples are asked for, at most 2 may be in flight"
+        ):
+            client.completions.create(model="null", prompt="x", max_tokens=2, n=3)
+        assert server.engine.snapshot().tenants["alice"].refused == 2
         server.client(BOB).completions.create(model="null", prompt="x", max_tokens=2)
         patient = server.client(max_retries=4)
         assert patient.completions.create(model="null", prompt="x", max_tokens=2).choices[0].text

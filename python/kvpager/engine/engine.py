@@ -243,6 +243,10 @@ class Engine:
         """The counts of one tenant, which go on changing. From any thread."""
         return self._registry.counters_of(tenant)
 
+    def note_refused(self, tenant: str) -> None:
+        """Counts a request that the caller refused without asking the engine. From any thread."""
+        self._registry.note_refused(tenant)
+
     def stop_accepting(self) -> None:
         """Refuses further requests; what was accepted goes on. From any thread."""
         if self.state == "running":

@@ -114,12 +114,16 @@ class Registry:
                 generations += self._accept(handle, ids, params, listener, index=index, end_ids=end_ids)
         except BaseException as error:
             if isinstance(error, RefusedError):
-                with self._lock:
-                    self._counters[tenant].refused += 1
+                self.note_refused(tenant)
             for generation in generations:
                 self.abort(generation)
             raise
         return generations
+
+    def note_refused(self, tenant: str) -> None:
+        """Counts a request that was not accepted."""
+        with self._lock:
+            self._counters[tenant].refused += 1
 
     def abort(self, generation: Generation) -> bool:
         """Tells the scheduler to end a request, or the whole search it is of; False if it had ended."""

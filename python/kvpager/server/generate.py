@@ -14,7 +14,7 @@ from kvpager.engine import AsyncEngine, GenerationParams, GenerationStream
 from kvpager.errors import GenerationError, RefusedError
 from kvpager.server import tracing
 from kvpager.server.answer import AnswerFormat, Choice, usage_of
-from kvpager.server.errors import error_body, refusal, too_many
+from kvpager.server.errors import ApiError, error_body, refusal, too_many
 from kvpager.server.event_stream import EventStream, watching_for_disconnect
 from kvpager.server.settings import ServerSettings
 
@@ -81,7 +81,11 @@ def _check_limit(engine: AsyncEngine, settings: ServerSettings, job: Job) -> Non
     counters = engine.engine.counters(job.tenant)
     in_flight = counters.num_running + counters.num_waiting
     wanted = len(job.prompts) * job.params.num_sequences
+    if wanted > limit:
+        engine.engine.note_refused(job.tenant)
+        raise ApiError(400, f"{wanted} samples are asked for, at most {limit} may be in flight", param="n")
     if in_flight + wanted > limit:
+        engine.engine.note_refused(job.tenant)
         text = f"{in_flight} requests are in flight and {wanted} more are asked for, the limit is {limit}"
         raise too_many(text, counters)
 
