@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvpager import BlockPool, PrefixIndex, Scheduler, errors
-from kvpager._core import KvGeometry
+from kvpager._core import KvGeometry, num_allocations
 
 from .engine import commit_samples
 
@@ -125,3 +125,28 @@ def test_what_an_index_cannot_share_is_refused() -> None:
     _, _, scheduler = reusing(WINDOWED)
     with pytest.raises(errors.InvalidArgumentError, match="has a group or a public scope"):
         scheduler.add_tenant("house", scope="group")
+
+
+def allocations_per_step(groups: list[tuple[str, int | None]] | None, *, reuse: bool) -> list[int]:
+    """Allocations of the extension in steps of 16 sequences that decode far beyond every window."""
+    pool = BlockPool(4096)
+    index = PrefixIndex(pool, block_size=4) if reuse else None
+    scheduler = Scheduler(
+        pool, index, block_size=4, max_running=16, max_model_tokens=256, layer_groups=groups
+    )
+    tenant = scheduler.add_tenant("alice")
+    for first in range(16):
+        scheduler.submit(tenant, np.arange(10 + first % 4) + 1000 * first, max_tokens=200)
+    token_start, tokens = np.arange(17, dtype=np.int32), np.full(16, 7, np.int32)
+    counts = []
+    for _ in range(150):
+        before = num_allocations()
+        batch = scheduler.step()
+        scheduler.commit(batch.step_id, token_start, tokens)
+        counts.append(num_allocations() - before)
+    return counts[80:]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_further_groups_allocate_nothing_in_a_steady_step(reuse: bool) -> None:
+    assert allocations_per_step(WINDOWED, reuse=reuse) == allocations_per_step(None, reuse=reuse)
