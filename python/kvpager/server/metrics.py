@@ -92,7 +92,7 @@ class _SnapshotCollector(Collector):
             _PREFIX + "request_success", "Ended requests by reason.", labels=[*labels, "finished_reason"]
         )
         for tenant, counters in self._tenants.items():
-            for reason, count in list(counters.ended.items()):
+            for reason, count in counters.ended.copy().items():
                 ends.add_metric([self._model, tenant, reason], count)
         yield ends
         for name, (text, read) in _COUNTERS.items():
