@@ -28,7 +28,7 @@ $(VENV)/.built: $(VENV)/.base $(RUST_SOURCES) Cargo.toml Cargo.lock
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.built
-	$(BIN)/python -m pip install --quiet --group dev
+	$(BIN)/python -m pip install --quiet --group everything
 	touch $@
 
 run: $(VENV)/.built ## Build, then serve eight chat prompts of two tenants with the demo model.

@@ -14,6 +14,14 @@ namespace kvpager {
 
 constexpr int kAppendThreads = 128;
 
+constexpr float kLargestFloat = 3.402823466e38f, kSmallestNormal = 1.175494351e-38f;
+
+// The scale of an int8 row whose largest magnitude is known; infinity, also for a NaN in the row, makes all of it NaN.
+__device__ __forceinline__ float row_scale(float largest) {
+  if (largest > kLargestFloat) return minus_infinity() - minus_infinity();
+  return largest == 0.f ? 1.f : fmaxf(largest / 127.f, kSmallestNormal);
+}
+
 // One side (keys or values) of the parameters.
 struct AppendSide {
   const void* from;
@@ -70,10 +78,13 @@ __global__ void __launch_bounds__(kAppendThreads) append_kv(const KV_GRID_CONSTA
       float values[8];
       load_as(side.from, from + dim, p.dtype, values);
 #pragma unroll
-      for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(values[i]));
+      for (int i = 0; i < 8; i++) {
+        const float magnitude = fabsf(values[i]);
+        largest = magnitude <= kLargestFloat ? fmaxf(largest, magnitude) : -minus_infinity();
+      }
     }
     largest = max_over_lanes<32>(largest);
-    scale = largest > 0.f ? largest / 127.f : 1.f;
+    scale = row_scale(largest);
     if (lane == 0)
       side.scale[cache_offset(block, in_block, head, side.scale_block_stride, side.scale_slot_stride,
                               side.scale_head_stride)] = scale;

@@ -20,7 +20,7 @@ struct MlaShape {
   static constexpr int kStageBytes = kTokens * kStride * 2;
   static constexpr int kQueryBytes = kRows * kStride * 2;
   static constexpr int kWeightBytes = kRows * kWeightStride * 2;
-  static constexpr int kRowBytes = 2 * kWarps * kRows * 4;  // a maximum and a sum of each warp and row
+  static constexpr int kRowBytes = 3 * kWarps * kRows * 4;  // a maximum and two sums of each warp and row
   static constexpr int kSharedBytes = 2 * kStageBytes + kQueryBytes + kWeightBytes + kRowBytes;
   static constexpr int kPartFloats = kValueDim + 2;
   static_assert(kSharedBytes <= 99 * 1024, "fits the smallest shared memory among the supported devices");
@@ -109,6 +109,7 @@ __global__ void __launch_bounds__(MlaShape::kThreads) mla_decode(const KV_GRID_C
   T* weights = queries + S::kRows * S::kStride;
   float* warp_maxima = reinterpret_cast<float*>(weights + S::kRows * S::kWeightStride);  // [kWarps, kRows]
   float* warp_sums = warp_maxima + S::kWarps * S::kRows;
+  float* warp_rounded_sums = warp_sums + S::kWarps * S::kRows;
   const WorkItem work = p.work[blockIdx.x];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first_token = p.query_start[work.sequence];
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(MlaShape::kThreads) mla_decode(const KV_GRID_C
   fetch_latent(p, table, work.kv_begin, work.kv_end, stages);
   fetch_queries(p, work, query_len, first_token, num_rows, queries);
   RowView views[2];
-  float acc[S::kWarpValues / 8][4], maximum[2], sum[2] = {0.f, 0.f};
+  float acc[S::kWarpValues / 8][4], maximum[2], sum[2] = {0.f, 0.f}, rounded_sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = min(lane / 4 + r * 8, num_rows - 1);
@@ -168,6 +169,7 @@ __global__ void __launch_bounds__(MlaShape::kThreads) mla_decode(const KV_GRID_C
       T* to = weights + row * S::kWeightStride + warp * 8 + lane % 4 * 2;
       to[0] = from_float<T>(low);
       to[1] = from_float<T>(high);
+      rounded_sum[r] = rounded_sum[r] * rescale[r] + to_float(to[0]) + to_float(to[1]);
     }
 #pragma unroll
     for (int d = 0; d < S::kWarpValues / 8; d++)
@@ -180,26 +182,36 @@ __global__ void __launch_bounds__(MlaShape::kThreads) mla_decode(const KV_GRID_C
   copy_async_wait<0>();
   __syncthreads();  // also when there was no position at all
 
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int at = warp * S::kRows + lane / 4 + r * 8;
+    const float total = sum_over_lanes<4>(sum[r]), rounded = sum_over_lanes<4>(rounded_sum[r]);
+    if (lane % 4 != 0) continue;
+    warp_sums[at] = total;
+    warp_rounded_sums[at] = rounded;
+  }
+  __syncthreads();  // every warp's sums are there
   float* parts = reinterpret_cast<float*>(shared);  // [kRows, kPartFloats], in place of the stages
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = lane / 4 + r * 8;
-    const float total = sum_over_lanes<4>(sum[r]);
+    float total = 0.f, rounded = 0.f;
+#pragma unroll
+    for (int w = 0; w < S::kWarps; w++) {
+      total += warp_sums[w * S::kRows + row];
+      rounded += warp_rounded_sums[w * S::kRows + row];
+    }
+    const float factor = unround(total, rounded);
     float* part = parts + row * S::kPartFloats;
 #pragma unroll
     for (int d = 0; d < S::kWarpValues / 8; d++) {
-      part[warp * S::kWarpValues + d * 8 + lane % 4 * 2] = acc[d][2 * r];
-      part[warp * S::kWarpValues + d * 8 + lane % 4 * 2 + 1] = acc[d][2 * r + 1];
+      part[warp * S::kWarpValues + d * 8 + lane % 4 * 2] = acc[d][2 * r] * factor;
+      part[warp * S::kWarpValues + d * 8 + lane % 4 * 2 + 1] = acc[d][2 * r + 1] * factor;
     }
-    if (lane % 4 == 0) warp_sums[warp * S::kRows + row] = total;
-    if (lane % 4 == 0 && warp == 0) part[S::kValueDim] = maximum[r];
-  }
-  __syncthreads();
-  if (threadIdx.x < S::kRows) {
-    float total = 0.f;
-#pragma unroll
-    for (int w = 0; w < S::kWarps; w++) total += warp_sums[w * S::kRows + threadIdx.x];
-    parts[threadIdx.x * S::kPartFloats + S::kValueDim + 1] = total;
+    if (lane % 4 == 0 && warp == 0) {
+      part[S::kValueDim] = maximum[r];
+      part[S::kValueDim + 1] = total;
+    }
   }
   __syncthreads();
   for (int e = threadIdx.x; e < num_rows * S::kValueDim; e += S::kThreads) {

@@ -58,7 +58,7 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
 template <class Shape, int kDim>
 struct PrefillState {
   float acc[kDim / 8][4];
-  float maximum[2], sum[2];
+  float maximum[2], sum[2], rounded_sum[2];  // sums of weights, and of what the products take for them
 };
 
 // Scores of the warp's positions: products of its 16 query rows with the keys of the tile.
@@ -118,6 +118,7 @@ __device__ __forceinline__ void weigh(const AttentionParams& p, const RowView (&
     const float rescale = fast_exp2(state.maximum[r] - finite_base(maximum[r]));
     state.maximum[r] = maximum[r];
     state.sum[r] *= rescale;
+    state.rounded_sum[r] *= rescale;
 #pragma unroll
     for (int d = 0; d < kDim / 8; d++) {
       state.acc[d][2 * r] *= rescale;
@@ -130,8 +131,12 @@ __device__ __forceinline__ void weigh(const AttentionParams& p, const RowView (&
     for (int i = 0; i < 4; i++) {
       scores[n][i] = fast_exp2(scores[n][i] - finite_base(maximum[i / 2]));
       state.sum[i / 2] += scores[n][i];
-      if constexpr (IsInt8<KV>::value && !Shape::Tile::kScaledValues)
-        scores[n][i] *= value_scales[n * 8 + column + i % 2];
+      if constexpr (IsInt8<KV>::value && !Shape::Tile::kScaledValues) {
+        scores[n][i] *= value_scales[n * 8 + column + i % 2];  // rounded with its scale: no sum to compare
+      } else {
+        scores[n][i] = to_float(from_float<T>(scores[n][i]));
+        state.rounded_sum[i / 2] += scores[n][i];
+      }
     }
   }
 }
@@ -224,7 +229,7 @@ __global__ void __launch_bounds__(32 * kRowWarps * kKvWarps)
 #pragma unroll
     for (int i = 0; i < 4; i++) state.acc[d][i] = 0.f;
   state.maximum[0] = state.maximum[1] = minus_infinity();
-  state.sum[0] = state.sum[1] = 0.f;
+  state.sum[0] = state.sum[1] = state.rounded_sum[0] = state.rounded_sum[1] = 0.f;
 
   int index = 0;
   for (int base = work.kv_begin; base < work.kv_end; base += Shape::kTokens, index ^= 1) {
@@ -248,11 +253,12 @@ __global__ void __launch_bounds__(32 * kRowWarps * kKvWarps)
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float sum = sum_over_lanes<4>(state.sum[r]);
+    const float factor = unround(sum, sum_over_lanes<4>(state.rounded_sum[r]));
     float* part = parts + ((row_warp * 16 + lane / 4 + r * 8) * kKvWarps + kv_warp) * Shape::kPartFloats;
 #pragma unroll
     for (int d = 0; d < kDim / 8; d++) {
-      part[d * 8 + lane % 4 * 2] = state.acc[d][2 * r];
-      part[d * 8 + lane % 4 * 2 + 1] = state.acc[d][2 * r + 1];
+      part[d * 8 + lane % 4 * 2] = state.acc[d][2 * r] * factor;
+      part[d * 8 + lane % 4 * 2 + 1] = state.acc[d][2 * r + 1] * factor;
     }
     if (lane % 4 == 0) {
       part[kDim] = state.maximum[r];

@@ -1623,6 +1623,24 @@ def _append_kv(pairs: Sequence[tuple[str, _Named, _Named, _Scale]], slots: npt.N
 def _paged_attention(
     query: _Named, caches: object, batch: object, options: object, out: _Named, lse: _Named | None
 ) -> None: ...
+def _check_batch(
+    query_start: npt.NDArray[np.int32],
+    context_lens: npt.NDArray[np.int32],
+    table_rows: npt.NDArray[np.int32] | None,
+    block_tables: npt.NDArray[np.int32] | None,
+    num_tokens: int,
+    num_blocks: int,
+    block_size: int,
+    window: int | None,
+) -> None: ...
+def _check_block_moves(
+    name: str,
+    from_ids: npt.NDArray[np.int32],
+    to_ids: npt.NDArray[np.int32],
+    num_from: int,
+    num_to: int,
+    in_place: bool,
+) -> None: ...
 def _merge_states(a: _Pair, b: _Pair, to: _Pair) -> None: ...
 def _copy_blocks(arrays: Sequence[tuple[str, _Named]], pairs: npt.NDArray[np.int32]) -> None: ...
 def _zero_blocks(cache: _Named, block_ids: npt.NDArray[np.int32]) -> None: ...

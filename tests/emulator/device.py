@@ -5,6 +5,7 @@ The backend itself is not replaced: its views, plans, launches and checks run as
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,11 @@ class DeviceArray(np.ndarray):
     def data(self) -> Any:  # type: ignore[override]
         """CuPy's memory pointer."""
         return SimpleNamespace(ptr=self.ctypes.data)
+
+    @property
+    def device(self) -> Any:
+        """CuPy's device, which a `with` makes current."""
+        return contextlib.nullcontext()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

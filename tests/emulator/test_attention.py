@@ -78,6 +78,22 @@ def test_any_batch_matches_the_reference_in_every_thread_order(
     check(case, order=order, seed=seed, target_blocks=target_blocks)
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+def test_weights_that_all_round_the_same_way_do_not_move_the_output(rows: int) -> None:
+    heads = 16
+    case = make_case(
+        2, [(rows, 300)], heads=heads, kv_heads=1, query_dtype="bfloat16", kv_dtype="bfloat16", scale=0.6893
+    )
+    case.query[...] = 0
+    case.query[..., 0] = 1
+    # One key with weight 1, the others with 0.5019, which bfloat16 rounds to 0.5.
+    case.k_cache[...] = 0
+    block, slot = int(case.block_tables[0, 0]), 3
+    case.k_cache[block, slot, 0, 0] = 1
+    case.v_cache[...] = 1.25
+    check(case, 1e-3)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("heads", [(4, 2), (14, 2)])
 def test_the_result_has_the_same_bits_in_every_thread_order(dtype: str, heads: tuple[int, int]) -> None:

@@ -236,9 +236,21 @@ def test_blocks_move_and_states_merge_through_the_front() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda k: front.zero_blocks(k, np.array([6], np.int32)), "block_ids must be 0 to 5"),
-        (lambda k: front.copy_blocks(k, None, np.array([[0, -1]], np.int32)), "block_copies must be 0 to 5"),
+        (lambda k: front.zero_blocks(k, np.array([6], np.int32)), r"block_ids\[0\] is 6, outside 0..6"),
+        (
+            lambda k: front.copy_blocks(k, None, np.array([[0, -1]], np.int32)),
+            r"block_copies\[0\] is -1, outside 0..6",
+        ),
         (lambda k: front.copy_blocks(k, None, np.zeros(2, np.int32)), "shape"),
+        (lambda k: front.copy_blocks(k, None, np.array([[0, 3], [1, 3]])), "names block 3 twice"),
+        (
+            lambda k: front.copy_blocks(k, None, np.array([[0, 3], [3, 4]])),
+            "block 3 as a source and a destination",
+        ),
+        (lambda k: front.copy_blocks(k, k[:4], np.array([[0, 5]])), "outside 0..4"),
+        (lambda k: front.scatter_blocks(k, np.array([1, 1]), k[:2]), "names block 1 twice"),
+        (lambda k: front.zero_blocks(k, np.array([2**32])), "block_ids must fit int32, has 4294967296"),
+        (lambda k: front.zero_blocks(k, np.array([1.5])), "block_ids must have integers, has float64"),
         (lambda k: front.gather_blocks(k, np.array([0], np.int32), out=k), "out must be"),
         (
             lambda k: front.scatter_blocks(k, np.array([0], np.int32), np.zeros((1, 4, 2, 64))),
@@ -252,6 +264,64 @@ def test_wrong_ids_and_shapes_are_refused_at_the_call(call: Any, text: str) -> N
     k = to_device(np.zeros((6, 4, 2, 64), np.float32))
     with pytest.raises(InvalidArgumentError, match=text):
         call(k)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"query_start": np.array([0, 1, 12], np.int32)}, r"query_start\[2\] is 12, outside 1..=4"),
+        ({"query_start": np.array([2, 3, 4], np.int32)}, r"query_start\[0\] is 2, expected 0"),
+        ({"context_lens": np.array([20, 2], np.int32)}, r"context_lens\[1\] is 2, but the sequence has 3"),
+        ({"context_lens": np.array([2000, 30], np.int32)}, "entries, 2000 tokens need"),
+        ({"table_rows": np.array([0, 5], np.int32)}, "sequence 1 has no table row: 5 of"),
+        ({"block_tables": np.full((2, 8), -1, np.int32)}, r"block_tables\[0, 0\] is -1, outside"),
+        ({"block_tables": np.full((2, 8), 2**32)}, "block_tables must fit int32"),
+        ({"context_lens": [[1], [2, 3]]}, "context_lens is no array of integers"),
+    ],
+)
+def test_lengths_and_tables_on_the_host_are_checked_before_anything_is_written(
+    change: dict[str, Any], text: str
+) -> None:
+    case = make_case(1, [(1, 20), (3, 30)])
+    tables = case.block_tables
+    case = on_device(case)
+    case.block_tables = tables
+    for name, value in change.items():
+        target = case.__dict__ if hasattr(case, name) else case.options
+        target[name] = value
+    out = to_device(np.full(case.query.shape, 7, np.float32))
+    with pytest.raises(InvalidArgumentError, match=text):
+        case.call(front.paged_attention, out=out)
+    assert (np.asarray(out) == 7).all()
+
+
+def test_keys_and_values_of_different_heads_are_both_copied() -> None:
+    rng = np.random.default_rng(2)
+    shapes = [(6, 4, 2, 64), (6, 4, 3, 32)]
+    caches = [to_device(rng.standard_normal(shape).astype(np.float32)) for shape in shapes]
+    before = [np.array(cache) for cache in caches]
+    front.copy_blocks(*caches, np.array([[0, 3]], np.int32))
+    for cache, old in zip(caches, before, strict=True):
+        np.testing.assert_array_equal(np.asarray(cache), old[[0, 1, 2, 0, 4, 5]])
+
+
+def test_sequences_whose_tables_differ_share_no_prefix() -> None:
+    case, groups = _cascade("float32", 4)
+    case.block_tables = np.array(case.block_tables)
+    case.block_tables[3, 1] = case.block_tables[3, 0]
+    with pytest.raises(InvalidArgumentError, match="do not share their first 48 tokens: entry 1"):
+        case.call(front.cascade_attention, **groups)
+
+
+@pytest.mark.parametrize("values", ["far from zero", "nearly equal"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cascade_rounds_its_output_once(values: str, seed: int) -> None:
+    case, groups = _cascade("bfloat16", 16)
+    rng = np.random.default_rng(seed)
+    noise = rng.standard_normal(case.v_cache.shape)
+    drawn = noise + 3 if values == "far from zero" else 1 + 0.02 * rng.random(case.v_cache.shape)
+    case.v_cache[...] = drawn.astype(case.v_cache.dtype)
+    matches(case.call(front.cascade_attention, return_lse=True, **groups), case)
 
 
 def test_a_host_array_among_device_arrays_is_refused() -> None:

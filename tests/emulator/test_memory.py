@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpager.attention import _memory_launch as launch
+from kvpager.attention import append_kv
 from kvpager.errors import InvalidArgumentError
 
 from . import run as emulator
@@ -128,6 +129,24 @@ def test_a_vector_of_zeros_gets_a_scale_that_can_be_divided_by() -> None:
     )
     assert scale[0, 0, 0] == 1.0
     assert not cache.any()
+
+
+def test_int8_scales_are_those_of_the_native_kernels() -> None:
+    rows = np.ones((5, 1, 64), np.float32)
+    rows[1, 0, 9], rows[2, 0, 63], rows[3], rows[4, 0, 5] = np.nan, np.inf, 1e-42, -3.0
+    slots = np.arange(5, dtype=np.int64)
+    scales = [np.zeros((5, 1, 1), np.float32) for _ in range(2)]
+    caches = [np.zeros((5, 1, 1, 64), np.int8) for _ in range(2)]
+    emulator.run(
+        launch.append_launches(
+            view(rows), None, view(caches[0]), None, view(slots), k_scale=view(scales[0]), v_scale=None
+        )
+    )
+    append_kv(rows, None, caches[1], None, slots, k_scale=scales[1])
+    np.testing.assert_array_equal(scales[0], scales[1])
+    assert np.isnan(scales[0][[1, 2]]).all()
+    finite = [0, 3, 4]
+    np.testing.assert_array_equal(caches[0][finite], caches[1][finite])
 
 
 @pytest.mark.parametrize("scale", [0.0, -2.0, float("nan"), float("inf")])

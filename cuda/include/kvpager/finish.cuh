@@ -11,11 +11,17 @@ __device__ __forceinline__ long long partial_row(const AttentionParams& p, int p
 
 __device__ __forceinline__ void write_output(const AttentionParams& p, int token, int head, int dim, float value) {
   const long long index = token * p.out_token_stride + head * p.out_head_stride + dim;
-  store_as(p.out, index, p.query_dtype, value);
+  store_as(p.out, index, p.out_dtype, value);
 }
 
 __device__ __forceinline__ void write_lse(const AttentionParams& p, int token, int head, float value) {
   if (p.lse != nullptr) p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = value;
+}
+
+// What brings a sum of values by rounded weights to the sum of the weights themselves: tensor cores take weights of
+// 16 bits, and rounding all of a row the same way would move its output by up to half a unit of those bits.
+__device__ __forceinline__ float unround(float sum, float rounded_sum) {
+  return rounded_sum > 0.f ? sum / rounded_sum : 1.f;
 }
 
 // Scale of a value head: the scalar, times the head's own where there is one.

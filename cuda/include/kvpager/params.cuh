@@ -32,7 +32,7 @@ struct AttentionParams {
   const MergeItem* merges;
   const float* alibi_slopes;   // [num_q_heads] or null
   const float* sinks;          // [num_q_heads] or null, as scores (natural base)
-  void* out;                   // [num_tokens, num_q_heads, head_dim of V], query_dtype
+  void* out;                   // [num_tokens, num_q_heads, head_dim of V], out_dtype
   float* lse;                  // [num_tokens, num_q_heads] or null
   float* partial_out;          // [num_partials, num_kv_heads, tile_rows, head_dim of V]
   float* partial_state;        // [num_partials, num_kv_heads, tile_rows, 2]: maximum (base 2) and sum
@@ -53,7 +53,7 @@ struct AttentionParams {
   int group;                   // query heads of one KV head
   int block_shift;             // log2(block_size)
   int num_blocks;
-  int query_dtype;
+  int query_dtype, out_dtype;
   int tile_rows;
   int head_dim;                // of V
   int num_sequences;
@@ -108,7 +108,8 @@ struct MergeStatesParams {
   const void* out_b;
   const float* lse_a;          // [num_tokens, num_heads]
   const float* lse_b;
-  void* out;
+  const int* b_rows;           // [num_tokens]: which row of b, -1: none; null: the same row
+  void* out;                   // out_dtype
   float* lse;                  // or null
   long long a_token_stride, a_head_stride, b_token_stride, b_head_stride, out_token_stride, out_head_stride;
   long long lse_a_token_stride, lse_a_head_stride, lse_b_token_stride, lse_b_head_stride;
@@ -116,7 +117,7 @@ struct MergeStatesParams {
   int num_tokens;
   int num_heads;
   int head_dim;
-  int dtype;
+  int dtype, out_dtype;
 };
 
 // Changed entries of the block tables: (row, column, value, unused) each, as many as *count says.

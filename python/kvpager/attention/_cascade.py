@@ -37,6 +37,12 @@ class Cascade:
     table_rows: Ints
     kv_starts: Ints
 
+    def rows_of_tokens(self, num_tokens: int) -> Ints:
+        """Which of `rows` a query token is, -1 for none: [num_tokens] int32."""
+        places = np.full(num_tokens, -1, np.int32)
+        places[self.rows] = np.arange(len(self.rows), dtype=np.int32)
+        return places
+
 
 def cut_cascade(
     group_start: Ints,
@@ -47,6 +53,7 @@ def cut_cascade(
     context_lens: Ints,
     table_rows: Ints | None,
     block_size: int,
+    block_tables: Ints | None = None,
 ) -> Cascade:
     """Cuts a batch whose groups share prefixes.
 
@@ -58,6 +65,8 @@ def cut_cascade(
         context_lens: [num_sequences].
         table_rows: [num_sequences], or None: the sequence's index.
         block_size: positions of a block.
+        block_tables: [rows, max_blocks], if they are on the host: members must have the prefix's blocks in
+            common.
 
     Returns:
         The passes. Groups without members or prefix are left out.
@@ -75,6 +84,8 @@ def cut_cascade(
         if prefix == 0 or len(members) == 0:
             continue
         kv_starts[members] = prefix
+        if block_tables is not None:
+            _check_shared(block_tables, tables, members, int(prefix), block_size)
         ranges = [np.arange(query_start[m], query_start[m + 1], dtype=np.int32) for m in members]
         rows += ranges
         starts.append(starts[-1] + sum(len(r) for r in ranges))
@@ -87,6 +98,24 @@ def cut_cascade(
         np.array(heads, np.int32),
         kv_starts,
     )
+
+
+def _check_shared(tables: Ints, rows: Ints, members: Ints, prefix: int, block_size: int) -> None:
+    """Refuses members whose tables do not begin with the same blocks."""
+    columns = prefix // block_size
+    if columns > tables.shape[1] or rows[members].min() < 0 or rows[members].max() >= tables.shape[0]:
+        raise InvalidArgumentError(
+            f"a prefix of {prefix} tokens of table rows {rows[members].tolist()} lies outside tables of "
+            f"{list(tables.shape)} in blocks of {block_size}"
+        )
+    blocks = tables[rows[members], :columns]
+    different = np.argwhere(blocks != blocks[0])
+    if len(different):
+        member, column = (int(place) for place in different[0])
+        raise InvalidArgumentError(
+            f"sequences {members[0]} and {members[member]} do not share their first {prefix} tokens: entry "
+            f"{column} is block {blocks[0, column]} and {blocks[member, column]}"
+        )
 
 
 def _check(

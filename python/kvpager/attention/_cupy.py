@@ -2,8 +2,9 @@
 
 Functions have the arguments of the front `kvpager.attention`. Nothing is copied but the plan's kilobytes and
 small arguments that come from the host (lengths, ids, slots). CuPy arrays use CuPy's current stream, torch
-tensors torch's. Whatever is on the host is validated here; ids and slots that are on the device already are
-trusted, since looking at them would wait for it (compile with `-DKV_DEBUG` to trap on wrong ones).
+tensors torch's, on the device where they are. Lengths, tables, ids and slots on the host are checked as the
+native kernels check them; those on the device already are trusted, since looking at them would wait for it
+(compile with `-DKV_DEBUG` to trap on wrong ones).
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpager import _core
 from kvpager.attention import _memory_launch, kernels
 from kvpager.attention._cascade import cut_cascade
 from kvpager.attention._device_arrays import (
-    is_device_array,
+    floats_on_device,
+    host_ints,
+    ints_on_device,
     is_torch,
     new_array,
-    on_device,
     on_host,
     optional_view,
     scale_view,
@@ -45,6 +48,8 @@ __all__ = [
     "zero_blocks",
 ]
 
+_NO_IDS = np.zeros(0, np.int32)
+
 
 def append_kv(
     key: Any,
@@ -59,8 +64,8 @@ def append_kv(
 ) -> None:
     """See `kvpager.attention.append_kv`."""
     with stream_of(k_cache):
-        _check_ids("slot_mapping", slot_mapping, -1, k_cache.shape[0] * k_cache.shape[1])
-        slots = on_device(slot_mapping, np.int64)
+        _check_slots(slot_mapping, k_cache.shape[0] * k_cache.shape[1])
+        slots = ints_on_device("slot_mapping", slot_mapping, np.int64)
         launches = _memory_launch.append_launches(
             view(key),
             optional_view(value),
@@ -133,6 +138,9 @@ def paged_attention(
     One more argument, `kv_starts`: positions that are left out at the front of each sequence, on the host.
     """
     with stream_of(query):
+        _check_batch(
+            query, k_cache, query_start, context_lens, table_rows, block_tables, options.get("window")
+        )
         result = new_array(query, (*query.shape[:2], v_cache.shape[3])) if out is None else out
         if lse is None and return_lse:
             lse = new_array(query, tuple(query.shape[:2]), "float32")
@@ -140,18 +148,19 @@ def paged_attention(
             query,
             k_cache,
             v_cache,
-            block_tables=(tables := on_device(block_tables)),
-            query_start=(starts := on_device(query_start)),
-            context_lens=(lens := on_device(context_lens)),
-            table_rows=(rows := on_device(table_rows)),
+            block_tables=(tables := ints_on_device("block_tables", block_tables)),
+            query_start=(starts := ints_on_device("query_start", query_start)),
+            context_lens=(lens := ints_on_device("context_lens", context_lens)),
+            table_rows=(rows := ints_on_device("table_rows", table_rows)),
             out=result,
             lse=lse,
-            alibi_slopes=(slopes := on_device(alibi_slopes, np.float32)),
-            sinks=(sink_scores := on_device(sinks, np.float32)),
+            alibi_slopes=(slopes := floats_on_device(alibi_slopes)),
+            sinks=(sink_scores := floats_on_device(sinks)),
             **options,
         )
         if plan is None:
-            plan = AttentionPlan.for_lengths(call, on_host(query_start), on_host(context_lens), kv_starts)
+            lengths = (on_host("query_start", query_start), on_host("context_lens", context_lens))
+            plan = AttentionPlan.for_lengths(call, *lengths, kv_starts)
         kernels.launch(plan.launches(call))
         # Launches hold addresses only; freed memory is reused in stream order, so it may go now.
         del tables, starts, lens, rows, slopes, sink_scores
@@ -177,31 +186,44 @@ def cascade_attention(
 ) -> Any:
     """See `kvpager.attention.cascade_attention`. Waits for the device if lengths or groups are there."""
     lengths = {"query_start": query_start, "context_lens": context_lens, "table_rows": table_rows}
-    host = {name: on_host(array) for name, array in lengths.items()}
-    groups = [on_host(array) for array in (group_start, group_sequences, prefix_lens)]
-    cascade = cut_cascade(*groups, block_size=int(k_cache.shape[1]), **host)
+    host = {name: on_host(name, array) for name, array in lengths.items()}
+    groups = [
+        on_host("group_start", group_start),
+        on_host("group_sequences", group_sequences),
+        on_host("prefix_lens", prefix_lens),
+    ]
+    tables = host_ints("block_tables", block_tables)
+    cascade = cut_cascade(*groups, block_size=int(k_cache.shape[1]), block_tables=tables, **host)
     shared: dict[str, Any] = {"block_tables": block_tables, **lengths}
     # With a window or ALiBi a prefix looks different to every row: nothing to share.
     if options.get("window") is not None or options.get("alibi_slopes") is not None or not len(cascade.rows):
         whole = {"out": out, "lse": lse, "return_lse": return_lse}
         return paged_attention(query, k_cache, v_cache, **whole, **shared, **options)
-    rest = {"out": out, "lse": lse, "return_lse": True, "kv_starts": cascade.kv_starts}
-    result, lse = paged_attention(query, k_cache, v_cache, **rest, **shared, **options)
     with stream_of(query):
-        rows = _index(query, cascade.rows)
+        shape = (*query.shape[:2], v_cache.shape[3])
+        result = new_array(query, shape) if out is None else out
+        if lse is None:
+            lse = new_array(query, shape[:2], "float32")
+        # Both passes write fp32, so that outputs of 16 bits are rounded once.
+        rest = {"out": new_array(query, shape, "float32"), "return_lse": True, "kv_starts": cascade.kv_starts}
+        rest_out, rest_lse = paged_attention(query, k_cache, v_cache, **rest, **shared, **options)
         prefix_out, prefix_lse = paged_attention(
-            query[rows],
+            query[_index(query, cascade.rows)],
             k_cache,
             v_cache,
             block_tables=block_tables,
             query_start=cascade.query_start,
             context_lens=cascade.context_lens,
             table_rows=cascade.table_rows,
+            out=new_array(query, (len(cascade.rows), *shape[1:]), "float32"),
             return_lse=True,
             **(options | {"causal": False, "sinks": None}),
         )
-        joined, joined_lse = merge_states(prefix_out, prefix_lse, result[rows], lse[rows])
-        result[rows], lse[rows] = joined, joined_lse
+        prefix_rows = ints_on_device("rows", cascade.rows_of_tokens(query.shape[0]))
+        views = (
+            view(array) for array in (rest_out, rest_lse, prefix_out, prefix_lse, result, lse, prefix_rows)
+        )
+        kernels.launch(_memory_launch.merge_states_launches(*views))
     return (result, lse) if return_lse else result
 
 
@@ -225,23 +247,54 @@ def merge_states(
     return result, state
 
 
-def _check_ids(name: str, ids: Any, lowest: int, end: int) -> None:
-    """Checks ids that are still on the host."""
-    if is_device_array(ids):
+def _check_batch(
+    query: Any,
+    k_cache: Any,
+    query_start: Any,
+    context_lens: Any,
+    table_rows: Any,
+    block_tables: Any,
+    window: int | None,
+) -> None:
+    """Checks lengths that are on the host; the table entries that they need, if those are there too."""
+    starts, lens = host_ints("query_start", query_start), host_ints("context_lens", context_lens)
+    if starts is None or lens is None:
         return
-    values = np.asarray(ids)
-    if values.size and not lowest <= int(values.min()) <= int(values.max()) < end:
+    rows, tables = host_ints("table_rows", table_rows), host_ints("block_tables", block_tables)
+    if table_rows is not None and rows is None:
+        tables = None
+    blocks, block_size = k_cache.shape[:2]
+    _core._check_batch(starts, lens, rows, tables, query.shape[0], blocks, block_size, window)
+
+
+def _check_slots(slot_mapping: Any, num_slots: int) -> None:
+    """Checks slots that are still on the host; -1 skips a token."""
+    slots = host_ints("slot_mapping", slot_mapping, np.int64)
+    if slots is not None and slots.size and not -1 <= int(slots.min()) <= int(slots.max()) < num_slots:
         raise InvalidArgumentError(
-            f"{name} must be {lowest} to {end - 1}, has {int(values.min())} to {int(values.max())}"
+            f"slot_mapping must be -1 to {num_slots - 1}, has {int(slots.min())} to {int(slots.max())}"
         )
+
+
+def _check_sources(block_ids: Any, num_blocks: int) -> None:
+    """Checks ids that are still on the host; a block may be named twice."""
+    ids = host_ints("block_ids", block_ids)
+    if ids is not None:
+        _core._check_block_moves("block_ids", ids, _NO_IDS, num_blocks, 0, in_place=False)
 
 
 def copy_blocks(k_cache: Any, v_cache: Any, block_copies: Any) -> None:
     """See `kvpager.attention.copy_blocks`."""
     with stream_of(k_cache):
-        _check_ids("block_copies", block_copies, 0, k_cache.shape[0])
-        pairs = on_device(block_copies)
         caches = [view(cache) for cache in (k_cache, v_cache) if cache is not None]
+        host = host_ints("block_copies", block_copies)
+        if host is not None:
+            host = host.reshape(-1, 2) if host.size == 0 else host
+            if host.ndim != 2 or host.shape[1] != 2:
+                raise InvalidArgumentError(f"block_copies must be [num_copies, 2], is {list(host.shape)}")
+            fewest = min(cache.shape[0] for cache in caches)
+            _core._check_block_moves("block_copies", host[:, 0], host[:, 1], fewest, fewest, in_place=True)
+        pairs = ints_on_device("block_copies", block_copies if host is None else host)
         launches = _memory_launch.copy_launches(
             caches,
             caches,
@@ -255,16 +308,16 @@ def copy_blocks(k_cache: Any, v_cache: Any, block_copies: Any) -> None:
 def zero_blocks(cache: Any, block_ids: Any) -> None:
     """See `kvpager.attention.zero_blocks`."""
     with stream_of(cache):
-        _check_ids("block_ids", block_ids, 0, cache.shape[0])
-        ids = on_device(block_ids)
+        _check_sources(block_ids, cache.shape[0])
+        ids = ints_on_device("block_ids", block_ids)
         kernels.launch(_memory_launch.zero_launches([view(cache)], view(ids)))
 
 
 def gather_blocks(cache: Any, block_ids: Any, *, out: Any = None) -> Any:
     """See `kvpager.attention.gather_blocks`."""
     with stream_of(cache):
-        _check_ids("block_ids", block_ids, 0, cache.shape[0])
-        ids = on_device(block_ids)
+        _check_sources(block_ids, cache.shape[0])
+        ids = ints_on_device("block_ids", block_ids)
         count = int(ids.shape[0])
         result = new_array(cache, (count, *cache.shape[1:])) if out is None else out
         _check_blocks("out", result, count, cache)
@@ -278,8 +331,10 @@ def gather_blocks(cache: Any, block_ids: Any, *, out: Any = None) -> Any:
 def scatter_blocks(cache: Any, block_ids: Any, values: Any) -> None:
     """See `kvpager.attention.scatter_blocks`."""
     with stream_of(cache):
-        _check_ids("block_ids", block_ids, 0, cache.shape[0])
-        ids = on_device(block_ids)
+        host = host_ints("block_ids", block_ids)
+        if host is not None:
+            _core._check_block_moves("block_ids", _NO_IDS, host, 0, cache.shape[0], in_place=False)
+        ids = ints_on_device("block_ids", block_ids)
         count = int(ids.shape[0])
         _check_blocks("values", values, count, cache)
         launches = _memory_launch.copy_launches(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from kvpager.attention._views import ArrayView
 from kvpager.errors import InvalidArgumentError
 
 __all__ = [
+    "floats_on_device",
+    "host_ints",
+    "ints_on_device",
     "is_device_array",
     "is_torch",
     "new_array",
-    "on_device",
     "on_host",
     "optional_view",
     "scale_view",
@@ -78,25 +81,49 @@ def scale_view(scale: Any) -> ArrayView | float | None:
         return scale
     if isinstance(scale, (np.floating, np.integer)):
         return float(scale)
-    return view(on_device(scale, np.float32))
+    return view(floats_on_device(scale))
 
 
-def on_device(array: Any, dtype: Any = np.int32) -> Any:
-    """A small array on the device: itself if it is there, else a copy in the dtype that kernels read."""
+def host_ints(name: str, array: Any, dtype: Any = np.int32) -> Any:
+    """Integers that are on the host, in the dtype that kernels read; None for arrays on a device and None.
+
+    Raises:
+        InvalidArgumentError: What is there is no array of integers, or one does not fit the dtype.
+    """
+    if array is None or is_device_array(array):
+        return None
+    try:
+        values = np.asarray(array)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"{name} is no array of integers: {error}") from error
+    if values.size and values.dtype.kind not in "iu":
+        raise InvalidArgumentError(f"{name} must have integers, has {values.dtype}")
+    limits = np.iinfo(dtype)
+    if values.size and not limits.min <= int(values.min()) <= int(values.max()) <= limits.max:
+        raise InvalidArgumentError(
+            f"{name} must fit {limits.dtype}, has {int(values.min())} to {int(values.max())}"
+        )
+    return np.ascontiguousarray(values, dtype)
+
+
+def ints_on_device(name: str, array: Any, dtype: Any = np.int32) -> Any:
+    """A small array of integers on the device: itself if it is there, else a copy."""
+    values = host_ints(name, array, dtype)
+    return array if values is None else kernels.load_cupy().asarray(values)
+
+
+def floats_on_device(array: Any) -> Any:
+    """A small array of float32 on the device: itself if it is there, else a copy."""
     if array is None or is_device_array(array):
         return array
-    return kernels.load_cupy().asarray(np.ascontiguousarray(array, dtype=dtype))
+    return kernels.load_cupy().asarray(np.ascontiguousarray(array, dtype=np.float32))
 
 
-def on_host(array: Any) -> Any:
-    """A small array on the host; waits for the device if it is there."""
-    if array is None:
-        return None
-    if is_torch(array):
-        array = array.cpu().numpy()
-    elif is_device_array(array):
-        array = array.get()
-    return np.ascontiguousarray(array, dtype=np.int32)
+def on_host(name: str, array: Any) -> Any:
+    """A small array of int32 on the host; waits for the device if it is there."""
+    if array is not None and is_device_array(array):
+        array = array.cpu().numpy() if is_torch(array) else array.get()
+    return host_ints(name, array)
 
 
 def new_array(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
@@ -107,10 +134,17 @@ def new_array(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> An
     return kernels.load_cupy().empty(shape, dtype=like.dtype if dtype is None else dtype)
 
 
-def stream_of(array: Any) -> Any:
-    """The caller's stream as a context: torch's current one for its tensors, CuPy's own otherwise."""
+@contextlib.contextmanager
+def stream_of(array: Any) -> Iterator[None]:
+    """Makes the array's device current, and for torch tensors torch's current stream there CuPy's."""
+    cupy = kernels.load_cupy()
     if not is_torch(array):
-        return contextlib.nullcontext()
+        with array.device:
+            yield
+        return
     torch = importlib.import_module("torch")
-    stream_class = kernels.load_cupy().cuda.Stream
-    return stream_class.from_external(torch.cuda.current_stream(array.device))
+    with (
+        cupy.cuda.Device(array.device.index),
+        cupy.cuda.Stream.from_external(torch.cuda.current_stream(array.device)),
+    ):
+        yield

@@ -179,8 +179,9 @@ def _check_attention(call: AttentionCall) -> None:
     if call.k_cache.shape[3] != head_dim:
         raise fail(f"query has head_dim {head_dim}, k_cache has {call.k_cache.shape[3]}")
     wanted = (tokens, q_heads, call.v_cache.shape[3])
-    if call.out.shape != wanted or call.out.dtype != call.query.dtype:
-        raise fail(f"out must be {call.query.dtype} {wanted}, is {call.out.dtype} {call.out.shape}")
+    if call.out.shape != wanted or call.out.dtype not in manifest.DTYPE_CODES:
+        kinds = ", ".join(manifest.DTYPE_CODES)
+        raise fail(f"out must be {wanted} of {kinds}, is {call.out.dtype} {call.out.shape}")
     if call.lse is not None and (call.lse.dtype != "float32" or call.lse.shape != (tokens, q_heads)):
         raise fail(f"lse must be float32 {(tokens, q_heads)}, is {call.lse.dtype} {call.lse.shape}")
     check_ints("query_start", call.query_start, "int32", 1)
@@ -249,6 +250,7 @@ def _attention_fields(call: AttentionCall, tile_rows: int, plan: PlanView) -> di
         "block_shift": call.k_cache.shape[1].bit_length() - 1,
         "num_blocks": call.k_cache.shape[0],
         "query_dtype": manifest.DTYPE_CODES[call.query.dtype],
+        "out_dtype": manifest.DTYPE_CODES[call.out.dtype],
         "tile_rows": tile_rows,
         "head_dim": call.v_cache.shape[3],
         "num_sequences": call.context_lens.shape[0],

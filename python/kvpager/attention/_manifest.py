@@ -127,7 +127,7 @@ def prefill_kernel(kv_dtype: str, query_dtype: str, head_dim: int, row_warps: in
 def mla_kernel(dtype: str) -> AttentionKernel:
     """The kernel for a latent cache of 512 + 64 elements a row."""
     row_bytes = (MLA_LATENT_DIM + MLA_ROPE_DIM + 8) * 2
-    shared = 2 * 32 * row_bytes + 16 * row_bytes + 16 * 40 * 2 + 2 * 4 * 16 * 4
+    shared = 2 * 32 * row_bytes + 16 * row_bytes + 16 * 40 * 2 + 3 * 4 * 16 * 4
     return AttentionKernel(
         Instantiation("mla_decode", f"kvpager::mla_decode<{KV_TYPES[dtype]}>"), 16, 128, shared
     )

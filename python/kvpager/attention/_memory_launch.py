@@ -125,6 +125,10 @@ class _Rows:
     slot_bytes: int
     head_bytes: int
 
+    def like(self, other: _Rows) -> bool:
+        """Whether one launch can move both."""
+        return (self.blocks, self.slots, self.heads) == (other.blocks, other.slots, other.heads)
+
 
 def _as_rows(name: str, view: ArrayView) -> _Rows:
     """Reads an array of blocks, [num_blocks, ...] with up to 4 dimensions, as rows of bytes."""
@@ -153,7 +157,7 @@ def _block_launches(
     to_ids: tuple[int, int],
     num_items: int,
 ) -> list[Launch]:
-    """One launch over up to two arrays; sources and targets are the same arrays for zeroing."""
+    """One launch over up to two arrays alike in blocks, slots and heads; zeroing has no other sources."""
     if num_items == 0 or 0 in (targets[0].blocks, targets[0].slots, targets[0].heads):
         return []
     pairs = list(zip(sources, targets, strict=True))
@@ -199,9 +203,16 @@ def _block_launches(
     return [Launch(instantiation, (num_items, parts, len(targets)), 128, 0, arguments)]
 
 
-def _pair_up(arrays: list[_Rows]) -> list[list[_Rows]]:
-    """Arrays two at a time, as many as one launch moves, alike in slots and heads."""
-    return [arrays[i : i + 2] for i in range(0, len(arrays), 2)]
+def _pair_up(moves: list[tuple[_Rows, _Rows]]) -> list[list[tuple[_Rows, _Rows]]]:
+    """Moves (source, target) two at a time, as many as one launch makes, where their blocks are alike."""
+    found: list[list[tuple[_Rows, _Rows]]] = []
+    for move in moves:
+        last = found[-1] if found else []
+        if len(last) == 1 and all(a.like(b) for a, b in zip(last[0], move, strict=True)):
+            last.append(move)
+        else:
+            found.append([move])
+    return found
 
 
 def copy_launches(
@@ -222,7 +233,7 @@ def copy_launches(
         num_items: blocks to copy.
 
     Returns:
-        One launch for every two arrays.
+        One launch for every two arrays whose blocks are alike.
 
     Raises:
         InvalidArgumentError: The blocks of a pair differ, or ids have a wrong dtype.
@@ -232,8 +243,9 @@ def copy_launches(
     ids = [_ids(from_ids), _ids(to_ids)]
     half = len(sources)
     found: list[Launch] = []
-    for source, target in zip(_pair_up(rows[:half]), _pair_up(rows[half:]), strict=True):
-        found += _block_launches("copy_blocks", source, target, ids[0], ids[1], num_items)
+    for moves in _pair_up(list(zip(rows[:half], rows[half:], strict=True))):
+        sources_of, targets_of = [move[0] for move in moves], [move[1] for move in moves]
+        found += _block_launches("copy_blocks", sources_of, targets_of, ids[0], ids[1], num_items)
     return found
 
 
@@ -242,7 +254,8 @@ def zero_launches(arrays: list[ArrayView], block_ids: ArrayView) -> list[Launch]
     rows = [_as_rows("cache", a) for a in arrays]
     ids = _ids(block_ids)
     found: list[Launch] = []
-    for pair in _pair_up(rows):
+    for moves in _pair_up([(array, array) for array in rows]):
+        pair = [move[0] for move in moves]
         found += _block_launches("zero_blocks", pair, pair, ids, ids, block_ids.shape[0])
     return found
 
@@ -263,16 +276,18 @@ def merge_states_launches(
     lse_b: ArrayView,
     out: ArrayView,
     lse: ArrayView | None,
+    b_rows: ArrayView | None = None,
 ) -> list[Launch]:
     """Joins two attention results over disjoint positions; `out` may be one of the inputs.
 
     Args:
         out_a: [num_tokens, num_heads, head_dim], fp32, fp16 or bf16.
         lse_a: float32 [num_tokens, num_heads].
-        out_b: as out_a.
-        lse_b: as lse_a.
-        out: as out_a.
+        out_b: as out_a; with `b_rows` of any number of rows.
+        lse_b: as lse_a, of as many rows as `out_b`.
+        out: of the shape of out_a, fp32, fp16 or bf16.
         lse: as lse_a, or None.
+        b_rows: int32 [num_tokens], trusted: which row of b goes with each row of a, -1: none. None: the same.
 
     Returns:
         At most one launch.
@@ -280,16 +295,27 @@ def merge_states_launches(
     Raises:
         InvalidArgumentError: Shapes or dtypes differ.
     """
-    for name, view in (("out_a", out_a), ("out_b", out_b), ("out", out)):
-        if view.shape != out_a.shape or view.dtype != out_a.dtype or len(view.shape) != 3:
+    b_shape = out_a.shape if b_rows is None else (out_b.shape[0], *out_a.shape[1:])
+    for name, view, shape in (
+        ("out_a", out_a, out_a.shape),
+        ("out_b", out_b, b_shape),
+        ("out", out, out_a.shape),
+    ):
+        if view.shape != shape or len(shape) != 3 or (view is out_b and view.dtype != out_a.dtype):
             raise fail(f"{name} is {view.dtype} {view.shape}, out_a is {out_a.dtype} {out_a.shape}")
         if view.shape[-1] > 1 and view.strides[-1] != 1:
             raise fail(f"{name} must be contiguous in its last dimension")
-    if out_a.dtype not in manifest.DTYPE_CODES:
-        raise fail(f"no kernel for {out_a.dtype}; there are {', '.join(manifest.DTYPE_CODES)}")
-    for name, state in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
-        if state is not None and (state.dtype != "float32" or state.shape != out_a.shape[:2]):
-            raise fail(f"{name} must be float32 {out_a.shape[:2]}, is {state.dtype} {state.shape}")
+        if view.dtype not in manifest.DTYPE_CODES:
+            raise fail(f"{name}: no kernel for {view.dtype}; there are {', '.join(manifest.DTYPE_CODES)}")
+    for name, state, shape in (
+        ("lse_a", lse_a, out_a.shape),
+        ("lse_b", lse_b, b_shape),
+        ("lse", lse, out_a.shape),
+    ):
+        if state is not None and (state.dtype != "float32" or state.shape != shape[:2]):
+            raise fail(f"{name} must be float32 {shape[:2]}, is {state.dtype} {state.shape}")
+    if b_rows is not None:
+        check_ints("b_rows", b_rows, "int32", 1, out_a.shape[0])
     tokens, heads, head_dim = out_a.shape
     if 0 in out_a.shape:
         return []
@@ -299,6 +325,7 @@ def merge_states_launches(
         out_b=out_b.pointer,
         lse_a=lse_a.pointer,
         lse_b=lse_b.pointer,
+        b_rows=b_rows.pointer if b_rows else 0,
         out=out.pointer,
         lse=lse.pointer if lse else 0,
         a_token_stride=out_a.strides[0],
@@ -317,6 +344,7 @@ def merge_states_launches(
         num_heads=heads,
         head_dim=head_dim,
         dtype=manifest.DTYPE_CODES[out_a.dtype],
+        out_dtype=manifest.DTYPE_CODES[out.dtype],
     )
     instantiation = Instantiation("merge_states", "kvpager::merge_states")
     return [Launch(instantiation, (-(-tokens * heads // 4), 1, 1), 128, 0, arguments)]

@@ -48,8 +48,8 @@ ATTENTION = _struct(
     floats=(_FLOAT, "scale out_scale softcap"),
     ints=(
         _INT,
-        "window causal num_kv_heads group block_shift num_blocks query_dtype tile_rows head_dim "
-        "num_sequences num_tokens",
+        "window causal num_kv_heads group block_shift num_blocks query_dtype out_dtype tile_rows "
+        "head_dim num_sequences num_tokens",
     ),
 )
 """Parameters of `paged_decode`, `paged_prefill`, `mla_decode` and `merge_splits`."""
@@ -79,14 +79,14 @@ BLOCK = _struct(
 """Parameters of `copy_blocks` and `zero_blocks`."""
 
 MERGE_STATES = _struct(
-    pointers=(_POINTER, "out_a out_b lse_a lse_b out lse"),
+    pointers=(_POINTER, "out_a out_b lse_a lse_b b_rows out lse"),
     strides=(
         _LONG,
         "a_token_stride a_head_stride b_token_stride b_head_stride out_token_stride out_head_stride "
         "lse_a_token_stride lse_a_head_stride lse_b_token_stride lse_b_head_stride lse_token_stride "
         "lse_head_stride",
     ),
-    ints=(_INT, "num_tokens num_heads head_dim dtype"),
+    ints=(_INT, "num_tokens num_heads head_dim dtype out_dtype"),
 )
 """Parameters of `merge_states`."""
 

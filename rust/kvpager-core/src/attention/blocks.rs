@@ -23,6 +23,28 @@ fn check_distinct(name: &str, ids: &[i32]) -> Result<()> {
     }
 }
 
+/// Checks moves of blocks before anything is moved: ids within `num_from` and `num_to` blocks, no destination named
+/// twice; with `in_place` no destination that is also a source.
+///
+/// # Errors
+/// `InvalidArgument` with the first id that is wrong; `name` is the argument's.
+pub fn check_block_moves(
+    name: &str,
+    (from, num_from): (&[i32], usize),
+    (to, num_to): (&[i32], usize),
+    in_place: bool,
+) -> Result<()> {
+    check_ids(name, from, num_from)?;
+    check_ids(name, to, num_to)?;
+    check_distinct(name, to)?;
+    let mut sources = from.to_vec();
+    sources.sort_unstable();
+    match to.iter().find(|id| in_place && sources.binary_search(id).is_ok()) {
+        Some(id) => Err(Error::invalid(format!("{name} has block {id} as a source and a destination"))),
+        None => Ok(()),
+    }
+}
+
 /// Copies block `from` to block `to` for each pair, in each of the arrays (`[num_blocks, ...]`).
 ///
 /// # Errors
@@ -30,17 +52,11 @@ fn check_distinct(name: &str, ids: &[i32]) -> Result<()> {
 /// source; nothing is copied then.
 pub fn copy_blocks(arrays: &[(&str, Tensor<4>)], pairs: &[[i32; 2]], threads: &ThreadPool) -> Result<()> {
     let (from, to): (Vec<i32>, Vec<i32>) = pairs.iter().map(|pair| (pair[0], pair[1])).unzip();
-    check_distinct("block_copies", &to)?;
-    let mut sources = from.clone();
-    sources.sort_unstable();
-    if let Some(id) = to.iter().find(|id| sources.binary_search(id).is_ok()) {
-        return Err(Error::invalid(format!("block_copies has block {id} as a source and a destination")));
-    }
     for (name, array) in arrays {
         array.require_writable(name)?;
-        check_ids("block_copies", &from, array.shape()[0])?;
-        check_ids("block_copies", &to, array.shape()[0])?;
     }
+    let num_blocks = arrays.iter().map(|(_, array)| array.shape()[0]).min().unwrap_or(0);
+    check_block_moves("block_copies", (&from, num_blocks), (&to, num_blocks), true)?;
     for (_, array) in arrays {
         // No block is both written and read, or written twice, so the order does not matter.
         threads.run_moves(pairs.len(), array.item_bytes(), &|index| {

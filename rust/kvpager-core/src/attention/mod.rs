@@ -12,6 +12,7 @@
 //! Accumulation is in fp32. A slot outside the visible range is never read.
 
 mod append;
+mod batch;
 mod blocks;
 mod dtype;
 mod groups;
@@ -26,7 +27,8 @@ mod tensor;
 mod threads;
 
 pub use append::{Append, append_kv};
-pub use blocks::{copy_blocks, gather_blocks, scatter_blocks, zero_blocks};
+pub use batch::BatchView;
+pub use blocks::{check_block_moves, copy_blocks, gather_blocks, scatter_blocks, zero_blocks};
 pub use dtype::Dtype;
 pub use groups::{PrefixGroups, prefix_groups};
 pub use kernels::instruction_sets;

@@ -5,7 +5,8 @@
 //! heads, over all of its pieces or over one. Where the cuts of keys lie depends on positions alone, so that
 //! results do not depend on the number of threads; which jobs exist does.
 
-use super::request::{Checked, Sequence};
+use super::batch::Sequence;
+use super::request::Checked;
 use crate::{Error, Result};
 use std::ops::Range;
 

@@ -1,5 +1,6 @@
 //! What a call of paged attention gets, and every check of it.
 
+use super::batch::BatchView;
 use super::kernels::{self, Kernels};
 use super::plan::{Row, Strip};
 use super::{Dtype, Int32Matrix, KvScale, Tensor, ThreadPool, job, plan};
@@ -102,7 +103,7 @@ impl PagedAttention<'_> {
                 kernels::instruction_sets().join(", ")
             ))
         })?;
-        let lengths = self.check_lengths()?;
+        let lengths = self.batch().check_lengths()?;
         let cascades = self.shared.is_some();
         let mut checked =
             Checked { request: self, kernels, group, rows: vec![], strips: vec![], blocks: vec![], cascades };
@@ -170,63 +171,21 @@ impl PagedAttention<'_> {
         Ok(())
     }
 
-    /// Checks ranges and lengths; returns (first token, end, context, table row) of each sequence that reads.
-    fn check_lengths(&self) -> Result<Vec<Sequence>> {
-        let num_sequences = self.context_lens.len();
-        if self.query_start.len() != num_sequences + 1 {
-            return Err(Error::invalid(format!(
-                "query_start has {} entries, expected {} (one more than context_lens)",
-                self.query_start.len(),
-                num_sequences + 1
-            )));
-        }
-        if let Some(rows) = self.table_rows.filter(|rows| rows.len() != num_sequences) {
-            return Err(Error::invalid(format!(
-                "table_rows has {} entries, expected {num_sequences} (as context_lens)",
-                rows.len()
-            )));
-        }
-        if self.query_start[0] != 0 {
-            return Err(Error::invalid(format!("query_start[0] is {}, expected 0", self.query_start[0])));
-        }
-        (0..num_sequences).map(|index| self.check_sequence(index)).collect()
-    }
-
-    fn check_sequence(&self, index: usize) -> Result<Sequence> {
-        let num_tokens = self.query.shape()[0];
-        let (start, end) = (self.query_start[index], self.query_start[index + 1]);
-        if end < start || end as usize > num_tokens {
-            return Err(Error::invalid(format!(
-                "query_start[{}] is {end}, outside {start}..={num_tokens}",
-                index + 1
-            )));
-        }
-        let (tokens, context) = ((end - start) as usize, self.context_lens[index]);
-        if context < 0 || (context > 0 && tokens > context as usize) {
-            return Err(Error::invalid(format!(
-                "context_lens[{index}] is {context}, but the sequence has {tokens} query tokens"
-            )));
-        }
-        let row = self.table_rows.map_or(index as i64, |rows| i64::from(rows[index]));
-        let reads = tokens > 0 && context > 0;
-        let num_rows = self.block_tables.shape()[0];
-        let row = usize::try_from(row).ok().filter(|row| *row < num_rows);
-        match row {
-            None if reads => Err(Error::invalid(format!(
-                "sequence {index} has no table row: {} of {num_rows}",
-                self.table_rows.map_or(index as i64, |rows| i64::from(rows[index]))
-            ))),
-            row => Ok(Sequence {
-                index,
-                start: start as usize,
-                end: end as usize,
-                context: if reads { context as usize } else { 0 },
-                row: row.unwrap_or(0),
-            }),
+    /// What says which positions are read.
+    const fn batch(&self) -> BatchView<'_> {
+        let [num_blocks, block_size, ..] = self.k_cache.shape();
+        BatchView {
+            num_tokens: self.query.shape()[0],
+            num_blocks,
+            block_size,
+            block_tables: Some(&self.block_tables),
+            table_rows: self.table_rows,
+            query_start: self.query_start,
+            context_lens: self.context_lens,
         }
     }
 
-    /// Copies the ids of the blocks that hold positions `low..high` of a table row, each checked.
+    /// See [`BatchView::copy_blocks`].
     pub(super) fn copy_blocks(
         &self,
         row: usize,
@@ -234,36 +193,6 @@ impl PagedAttention<'_> {
         high: usize,
         blocks: &mut Vec<u32>,
     ) -> Result<()> {
-        let [num_blocks, block_size, ..] = self.k_cache.shape();
-        let columns = self.block_tables.shape()[1];
-        let last = high.div_ceil(block_size);
-        if last > columns {
-            return Err(Error::invalid(format!(
-                "table row {row} has {columns} entries, {high} tokens need {last} blocks of {block_size}"
-            )));
-        }
-        for column in low / block_size..last {
-            let id = self.block_tables.get(row, column).unwrap_or(-1);
-            if id < 0 || id as usize >= num_blocks {
-                return Err(Error::invalid(format!(
-                    "block_tables[{row}, {column}] is {id}, outside 0..{num_blocks} inside the used range"
-                )));
-            }
-            blocks.push(id as u32);
-        }
-        Ok(())
+        self.batch().copy_blocks(row, low, high, blocks)
     }
-}
-
-/// One sequence of the batch.
-#[derive(Clone, Copy)]
-pub(super) struct Sequence {
-    pub(super) index: usize,
-    /// Query tokens.
-    pub(super) start: usize,
-    pub(super) end: usize,
-    /// Tokens in the cache; 0 if nothing is to be computed.
-    pub(super) context: usize,
-    /// Row of the block tables.
-    pub(super) row: usize,
 }
