@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -19,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvpager.engine import NullRunner
 from kvpager.replay.report import find_browser
+from kvpager.server import app
 from kvpager.server.tenants import TenantSpec, TenantTable, hash_key
 
 BODY = {"model": "null", "prompt": "p" * 50, "max_tokens": 4}
@@ -104,6 +106,30 @@ def test_drain_refuses_with_503_and_lets_running_streams_end() -> None:
         refused = server.post("/v1/completions", BODY)
         assert (refused.status_code, refused.json()["error"]["type"]) == (503, "service_unavailable_error")
         assert len(text + "".join(chunk.choices[0].text for chunk in stream)) == 60
+
+
+def test_scrapes_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+
+    def on_a_loop() -> bool:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        return True
+
+    for name in ("metrics_text", "operator_stats"):
+        write = getattr(app, name)
+
+        def noted(*arguments: Any, write: Any = write) -> Any:
+            threads.append(on_a_loop())
+            return write(*arguments)
+
+        monkeypatch.setattr(app, name, noted)
+    with running_server() as server:
+        assert server.get("/metrics", key=OPERATOR).status_code == 200
+        assert server.get("/stats", key=OPERATOR).status_code == 200
+    assert threads == [False, False]
 
 
 def test_health_says_503_once_the_model_is_lost() -> None:

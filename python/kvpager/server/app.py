@@ -123,8 +123,9 @@ def _add_operator(app: FastAPI, engine: AsyncEngine, settings: ServerSettings, *
     def is_operator(request: Request) -> bool:
         return not needs_key or settings.tenants.is_operator(_key_of(request.headers))
 
+    # No coroutines: they run in threads beside the event loop, since many tenants take milliseconds.
     @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
+    def metrics(request: Request) -> Response:
         """Prometheus text, of one snapshot."""
         if not is_operator(request):
             raise ApiError(401, "/metrics needs the operator's key", code="invalid_api_key")
@@ -134,7 +135,7 @@ def _add_operator(app: FastAPI, engine: AsyncEngine, settings: ServerSettings, *
         )
 
     @app.get("/stats")
-    async def stats(request: Request) -> JSONResponse:
+    def stats(request: Request) -> JSONResponse:
         """What the page draws: everything for the operator, a tenant's own for a tenant."""
         if is_operator(request):
             return JSONResponse(operator_stats(engine.snapshot(), settings))
