@@ -23,6 +23,7 @@ from kvpager.replay.report import find_browser
 from kvpager.server import app
 from kvpager.server.tenants import TenantSpec, TenantTable, hash_key
 
+STATES = ("held", "cached", "free", "reserved", "quarantined")
 BODY = {"model": "null", "prompt": "p" * 50, "max_tokens": 4}
 
 
@@ -215,6 +216,20 @@ def busy() -> Any:
         stop.set()
         for thread in threads:
             thread.join()
+
+
+def test_the_numbers_of_one_scrape_add_up_under_load(busy: Running) -> None:
+    seen = set()
+    for _ in range(30):
+        found = samples(busy.get("/metrics", key=OPERATOR).text)
+        pool = {state: found["kv_blocks", frozenset({("state", state)})] for state in STATES}
+        capacity = found["kv_blocks_capacity", frozenset()]
+        assert pool["held"] + pool["cached"] + pool["free"] + pool["quarantined"] == capacity
+        for state in ("held", "reserved", "quarantined"):
+            parts = [found["tenant_kv_blocks", of(name, state=state)] for name in ("alice", "bob")]
+            assert sum(parts) == pool[state], (state, parts)
+        seen.add(tuple(pool.values()))
+    assert len(seen) > 3, "the server worked meanwhile"
 
 
 def test_page_is_one_file_that_asks_for_nothing_else(server: Running) -> None:
