@@ -980,6 +980,17 @@ class PrefixIndex:
 # --- scheduler ----------------------------------------------------------------------------------------------
 
 @final
+class Session:
+    """A conversation whose blocks are kept between its turns, see `Scheduler.open_session`."""
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whose it is."""
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes turns: it has not been closed."""
+
+@final
 class Tenant:
     """A tenant of one scheduler: the handle that requests are submitted with."""
 
@@ -1120,6 +1131,9 @@ class SchedulerStats:
     @property
     def num_forced_out(self) -> int:
         """Times a paused request's blocks were taken for one that needed them."""
+    @property
+    def num_sessions_kept(self) -> int:
+        """Sessions that keep blocks between turns."""
 
 @final
 class PhaseTimes:
@@ -1278,7 +1292,10 @@ class Scheduler:
         max_prefill_chunk: longest prefill chunk of one sequence in a step; None for the whole budget.
         policy: what must be promised before a request runs. `reserve`: prompt and maximum output, so it is
             never preempted; `watermark` and `forecast` overcommit, and take blocks back when they were wrong.
-        max_bypass: requests that may pass the head of their tenant's queue while it does not fit.
+        urgent_preempts: whether a waiting request may preempt running ones of its tenant that were submitted
+            with a lower class and do not come before it by now; not with the policy `reserve`.
+        max_bypass: requests that may pass the head of their tenant's queue while it does not fit. After that,
+            what becomes free is kept for it.
         max_bypass_steps: steps for which a head may be passed.
         max_bypass_seconds: seconds for which a head may be passed; whichever limit comes first counts.
         zero_blocks: when a block is listed in `Batch.block_zeros` before its first write.
@@ -1314,6 +1331,7 @@ class Scheduler:
         max_open_steps: int = 1,
         max_prefill_chunk: int | None = None,
         policy: Literal["reserve", "watermark", "forecast"] = "reserve",
+        urgent_preempts: bool = False,
         max_bypass: int = 64,
         max_bypass_steps: int = 4096,
         max_bypass_seconds: float = 300.0,
@@ -1341,6 +1359,7 @@ class Scheduler:
         public: Tenant | None = None,
         max_running: int | None = None,
         max_batch_tokens: int | None = None,
+        max_session_blocks: int | None = None,
     ) -> Tenant:
         """Adds a tenant with its quota in blocks and a namespace in the index.
 
@@ -1374,6 +1393,7 @@ class Scheduler:
             max_waiting_tokens: prompt tokens of it that may wait at once; None as for `max_waiting`.
             max_running: `strict` only: sequences of it that run at once; None for the same part.
             max_batch_tokens: `strict` only: tokens of it in a step; None for the same part.
+            max_session_blocks: most blocks that its idle sessions keep; None for its limit.
 
         Raises:
             InvalidArgumentError: for a taken name, a bad weight, a quota that the pool cannot give, scopes
@@ -1396,6 +1416,7 @@ class Scheduler:
         salt: bytes | None = None,
         items: Sequence[tuple[int, bytes]] | None = None,
         n: int = 1,
+        session: Session | None = None,
     ) -> int:
         """Accepts a request and returns its id; it runs in a later step. From any thread.
 
@@ -1414,6 +1435,7 @@ class Scheduler:
             n: sequences that go on from the prompt, with the ids from the returned one on. The prompt is
                 computed once; the step that ends it lists its last row n times in `sample_rows`, and `commit`
                 brings n tokens for it. What all need is promised at admission, or nothing.
+            session: the session that it is a turn of: with one sequence, and with reuse.
             salt: 1 to 256 bytes of the client that narrow reuse to this tenant's requests with the same ones
                 (and to public prefixes). It can never widen it.
             items: (offset, digest) of each image, embedding or the like inside the prompt, in order of
@@ -1515,8 +1537,42 @@ class Scheduler:
         """
     def draft_counts(self) -> tuple[list[int], list[int]]:
         """Drafts (verified, accepted) so far, by their place after the last known token."""
+    def open_session(
+        self, tenant: Tenant, *, idle_steps: int | None = None, idle_seconds: float | None = None
+    ) -> Session:
+        """Opens a session: turns (`submit(session=...)`) leave their full blocks in place for the next one.
+
+        They are held between turns, and charged to the tenant, until a limit has passed without a turn,
+        the tenant's `max_session_blocks` is exceeded, or a request needs room: then the session that has
+        been idle longest lets go, before a running request is preempted or one is refused for memory. What
+        it lets go is cached. From any thread.
+
+        Args:
+            tenant: whose it is, of private scope.
+            idle_steps: steps without a turn after which its blocks become cached; None for no limit.
+            idle_seconds: the same in seconds, on the clock of `step`.
+
+        Raises:
+            InvalidArgumentError: a limit of 0, a tenant of another scheduler or of a shared scope, or a
+                scheduler without an index.
+            RefusedError: the scheduler is being drained.
+        """
+    def close_session(self, session: Session) -> bool:
+        """Closes a session; its blocks become cached in the next step. False if it was closed before.
+
+        From any thread.
+        """
+    def service(self, tenant: Tenant) -> float:
+        """Tokens computed for a tenant, and blocks x steps that it held, over its weight.
+
+        A tenant that was idle re-enters at the least service of those that are not.
+
+        Raises:
+            InvalidArgumentError: a tenant of another scheduler.
+            WrongStateError: another thread is in the scheduler.
+        """
     def drain(self, *, deadline_steps: int | None = None, deadline_seconds: float | None = None) -> None:
-        """Accepts nothing any more. From any thread.
+        """Accepts nothing any more, and lets go of what sessions keep. From any thread.
 
         What was accepted goes on, and ends with reason `drained` when the deadline passes. A second call
         replaces the deadline. Everything has ended when `has_work()` is False and nothing is paused.

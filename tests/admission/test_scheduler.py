@@ -141,7 +141,9 @@ def test_a_step_ends_once_and_only_once() -> None:
     batch = scheduler.step()
     with pytest.raises(errors.WrongStateError, match="is open"):
         scheduler.step()
-    with pytest.raises(errors.InvalidArgumentError, match="2 tokens for sequence 0"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"2 tokens for row 0 \(sequence 1\) of step 1: 1 are"
+    ):
         scheduler.commit(batch.step_id, [0, 2], [1, 1])
     commit_samples(scheduler, batch)
     with pytest.raises(errors.WrongStateError, match="not open"):

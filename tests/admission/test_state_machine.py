@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpager import BlockPool, PrefixIndex, Scheduler, errors
+from kvpager import BlockPool, PrefixIndex, Scheduler, Session, errors
 
 from .engine import Engine, token_after
 
@@ -39,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_running=6,
             max_model_tokens=64,
             policy=policy,
+            urgent_preempts=policy != "reserve",
             ageing_steps=8,
         )
         self.engine = Engine(self.pool, self.scheduler)
@@ -49,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         self.accepted: set[int] = set()
         self.paused: set[int] = set()
+        self.sessions: list[Session] = []
 
     def pick(self, number: int) -> int | None:
         live = sorted(self.accepted - set(self.engine.ended))
@@ -62,17 +64,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
         priority=st.integers(0, 2),
         stop=st.booleans(),
+        turn=st.one_of(st.none(), PICK),
     )
     def submit(
-        self, tenant: int, family: int, length: int, max_tokens: int, n: int, priority: int, stop: bool
+        self,
+        tenant: int,
+        family: int,
+        length: int,
+        max_tokens: int,
+        n: int,
+        priority: int,
+        stop: bool,
+        turn: int | None,
     ) -> None:
         prompt = [family * 7 + i % 3 for i in range(length)]
+        session = None
+        if turn is not None and self.sessions:
+            session = self.sessions[turn % len(self.sessions)]
+            n = 1
         try:
             request = self.scheduler.submit(
-                self.tenants[tenant],
+                session.tenant if session else self.tenants[tenant],
                 prompt,
                 max_tokens=max_tokens,
                 n=n,
+                session=session,
                 priority=priority,
                 stop_token_ids=[3] if stop else [],
             )
@@ -80,6 +96,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.accepted.add(request)
         self.engine.histories[request] = tuple(prompt)
+
+    @precondition(lambda self: self.index is not None)
+    @rule(tenant=st.integers(0, 1), idle_steps=st.one_of(st.none(), st.integers(1, 6)))
+    def open_session(self, tenant: int, idle_steps: int | None) -> None:
+        self.sessions.append(self.scheduler.open_session(self.tenants[tenant], idle_steps=idle_steps))
+
+    @precondition(lambda self: self.sessions)
+    @rule(number=PICK)
+    def close_session(self, number: int) -> None:
+        session = self.sessions.pop(number % len(self.sessions))
+        assert self.scheduler.close_session(session)
 
     @rule()
     def turn(self) -> None:
@@ -165,6 +192,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pool.set_quota(self.tenants[0].account, guaranteed=0, limit=self.limit)
         for request in sorted(self.accepted):
             self.scheduler.resume(request)
+        for session in self.sessions:
+            self.scheduler.close_session(session)
+        self.engine.turn()
         for _ in range(2000):
             if not self.scheduler.has_work():
                 break

@@ -19,7 +19,7 @@ def test_two_steps_are_open_and_committed_in_order() -> None:
     assert (second.token_ids.tolist(), second.token_source.tolist()) == ([-1], [0])
     with pytest.raises(errors.WrongStateError, match="max_open_steps is 2"):
         scheduler.step()
-    with pytest.raises(errors.WrongStateError, match="the open step is 1"):
+    with pytest.raises(errors.WrongStateError, match="step 2 is open after step 1"):
         commit_samples(scheduler, second)
     commit_samples(scheduler, first, token=7)
     commit_samples(scheduler, second, token=8)
@@ -48,8 +48,14 @@ def test_drafts_are_verified_in_one_step() -> None:
     batch = scheduler.step()
     assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([99], [8])
     assert scheduler.draft_counts() == ([1, 1, 1], [1, 1, 0])
-    with pytest.raises(errors.InvalidArgumentError, match="draft_start has 1 entries"):
+    with pytest.raises(errors.InvalidArgumentError, match="draft_start has 1 entries and runs from 0 to 0;"):
         scheduler.propose([request], [0], [])
+    with pytest.raises(errors.InvalidArgumentError, match=f"sequence {request} is named twice"):
+        scheduler.propose([request, request], [0, 1, 2], [1, 2])
+    scheduler.commit(batch.step_id, [0, 1], [98])
+    scheduler.pause(request)
+    commit_samples(scheduler, scheduler.step())
+    assert scheduler.propose([request], [0, 1], [1]) == 0
 
 
 def test_a_fork_shares_blocks_and_its_first_write_copies() -> None:

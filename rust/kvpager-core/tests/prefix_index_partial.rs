@@ -77,6 +77,7 @@ fn tenant(engine: &Engine, name: &str, isolation: Isolation, blocks: u32) -> Arc
             queue: QueueLimits::NONE,
             sharing: Sharing { isolation, ..Sharing::default() },
             share: Share::default(),
+            max_session_blocks: None,
         })
         .unwrap()
 }

@@ -104,6 +104,7 @@ fn shared_bounds(config: &SchedulerConfig) -> Vec<Bound> {
         max_open_steps: _,
         ageing_steps: _,
         policy: _,
+        urgent_preempts: _,
         zero_blocks: _,
         overflow: _,
         layer_groups: _,

@@ -67,6 +67,7 @@ fn bounded(engine: &Engine, name: &str, queue: QueueLimits) -> Arc<kvpager_core:
         queue,
         sharing: Sharing::default(),
         share: Share::default(),
+        max_session_blocks: None,
     };
     engine.scheduler.add_tenant(&config).expect("a tenant of a new name")
 }

@@ -16,6 +16,7 @@ mod phases;
 mod prefix_index;
 mod replay;
 mod scheduler;
+mod session;
 mod snapshot;
 mod split_plan;
 mod stress;

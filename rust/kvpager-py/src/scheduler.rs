@@ -8,6 +8,7 @@ use crate::error::{IntoPyResult, invalid};
 use crate::fork::Home;
 use crate::phases::PyPhaseTimes;
 use crate::prefix_index::{PyFingerprint, PyPrefixIndex};
+use crate::session::PySession;
 use crate::snapshot::PySchedulerSnapshot;
 use kvpager_core::prefix_index::Isolation;
 use kvpager_core::scheduler::{
@@ -235,6 +236,11 @@ impl PySchedulerStats {
         self.0.num_forced_out
     }
 
+    #[getter]
+    fn num_sessions_kept(&self) -> u64 {
+        self.0.num_sessions_kept
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "SchedulerStats(num_running={}, num_waiting={}, steps={})",
@@ -262,7 +268,7 @@ impl PyScheduler {
         max_model_tokens=8192, layer_groups=None, max_waiting=1024, max_waiting_tokens=None, ageing_steps=1024,
         max_open_steps=1,
         max_prefill_chunk=None, policy="reserve",
-        max_bypass=64, max_bypass_steps=4096, max_bypass_seconds=300.0, zero_blocks="on_tenant_change",
+        urgent_preempts=false, max_bypass=64, max_bypass_steps=4096, max_bypass_seconds=300.0, zero_blocks="on_tenant_change",
         overflow="auto", host_blocks=0,
         kv_bytes_per_block=2_097_152, link_bytes_per_second=25e9, prefill_tokens_per_second=25e3,
         max_token_gap=1.4))]
@@ -281,6 +287,7 @@ impl PyScheduler {
         #[pyo3(from_py_with = int)] max_open_steps: u32,
         #[pyo3(from_py_with = optional_int)] max_prefill_chunk: Option<u32>,
         policy: &str,
+        urgent_preempts: bool,
         #[pyo3(from_py_with = int)] max_bypass: u32,
         #[pyo3(from_py_with = int)] max_bypass_steps: u64,
         max_bypass_seconds: f64,
@@ -305,6 +312,7 @@ impl PyScheduler {
             ageing_steps,
             max_open_steps,
             max_prefill_chunk: max_prefill_chunk.unwrap_or(0),
+            urgent_preempts,
             max_bypass,
             max_bypass_steps,
             max_bypass_seconds,
@@ -325,7 +333,7 @@ impl PyScheduler {
 
     #[pyo3(signature = (name, *, guaranteed=0, limit=None, weight=1.0, fingerprint=None, isolation="scoped",
         scope="private", group=None, public=None, max_waiting=None, max_waiting_tokens=None, max_running=None,
-        max_batch_tokens=None))]
+        max_batch_tokens=None, max_session_blocks=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn add_tenant(
         &self,
@@ -342,6 +350,7 @@ impl PyScheduler {
         #[pyo3(from_py_with = optional_int)] max_waiting_tokens: Option<u64>,
         #[pyo3(from_py_with = optional_int)] max_running: Option<u32>,
         #[pyo3(from_py_with = optional_int)] max_batch_tokens: Option<u32>,
+        #[pyo3(from_py_with = optional_int)] max_session_blocks: Option<u32>,
     ) -> PyResult<PyTenant> {
         let isolation = isolation.parse().py()?;
         let default_limit = if isolation == Isolation::Strict { guaranteed } else { self.0.num_blocks() };
@@ -353,6 +362,7 @@ impl PyScheduler {
             fingerprint: fingerprint.map(|fingerprint| fingerprint.inner.clone()).unwrap_or_default(),
             queue: queue_limits(max_waiting, max_waiting_tokens),
             share: Share { max_running, max_batch_tokens },
+            max_session_blocks,
             sharing: Sharing {
                 isolation,
                 scope: TenantScope::from_name(scope).py()?,
@@ -364,7 +374,8 @@ impl PyScheduler {
     }
 
     #[pyo3(signature = (tenant, prompt_ids, *, max_tokens=64, min_tokens=0, stop_token_ids=None, priority=0,
-        reuse=true, partial=false, salt=None, items=None, deadline_steps=None, deadline_seconds=None, n=1))]
+        reuse=true, partial=false, salt=None, items=None, deadline_steps=None, deadline_seconds=None, n=1,
+        session=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn submit(
         &self,
@@ -381,6 +392,7 @@ impl PyScheduler {
         #[pyo3(from_py_with = optional_int)] deadline_steps: Option<u64>,
         deadline_seconds: Option<f64>,
         #[pyo3(from_py_with = int)] n: u32,
+        session: Option<&PySession>,
     ) -> PyResult<u64> {
         let stop_token_ids = match stop_token_ids {
             Some(ids) => read_ints(ids, "stop_token_ids")?,
@@ -397,10 +409,31 @@ impl PyScheduler {
             partial,
             deadline: Deadline { steps: deadline_steps, seconds: deadline_seconds },
             n,
+            session: session.map(|session| Arc::clone(&session.0)),
             salt,
             items: crate::prefix_index::items(items),
         };
         Ok(self.here()?.submit(request).py()?.0)
+    }
+
+    #[pyo3(signature = (tenant, *, idle_steps=None, idle_seconds=None))]
+    fn open_session(
+        &self,
+        tenant: &PyTenant,
+        #[pyo3(from_py_with = optional_int)] idle_steps: Option<u64>,
+        idle_seconds: Option<f64>,
+    ) -> PyResult<PySession> {
+        let limit = Deadline { steps: idle_steps, seconds: idle_seconds };
+        Ok(PySession(self.here()?.open_session(&tenant.0, limit).py()?))
+    }
+
+    fn close_session(&self, session: &PySession) -> PyResult<bool> {
+        Ok(self.here()?.close_session(&session.0))
+    }
+
+    /// Tokens computed and blocks x steps held, over the tenant's weight.
+    fn service(&self, tenant: &PyTenant) -> PyResult<f64> {
+        self.here()?.service(&tenant.0).py()
     }
 
     fn unpublish(&self, tenant: &PyTenant) -> PyResult<usize> {
@@ -556,6 +589,7 @@ fn queue_limits(max_requests: Option<u32>, max_tokens: Option<u64>) -> QueueLimi
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyTenant>()?;
+    module.add_class::<PySession>()?;
     module.add_class::<PyFinishedRequest>()?;
     module.add_class::<PyCommitOutcome>()?;
     module.add_class::<PySchedulerStats>()?;

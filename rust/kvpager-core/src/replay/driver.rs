@@ -79,6 +79,7 @@ impl Replay {
                 queue: QueueLimits::NONE,
                 sharing: Sharing::default(),
                 share: Share::default(),
+                max_session_blocks: None,
             })
         };
         let tenants = config.tenants.iter().map(tenant).collect::<Result<Vec<_>>>()?;

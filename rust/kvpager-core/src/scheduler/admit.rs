@@ -18,6 +18,7 @@ use crate::geometry::Span;
 use crate::prefix_index::ChainPin;
 use crate::{Error, Result};
 use arrayvec::ArrayVec;
+use std::sync::Arc;
 
 /// Requests behind a blocked head that are looked at.
 const BYPASS_DEPTH: usize = 64;
@@ -35,9 +36,11 @@ impl Core {
         while self.has_place(compartment, *budget) {
             let Some(tenant) = self.queue.next_tenant(compartment, step) else { break };
             let Some(head) = self.queue.head(tenant) else { break };
-            if !self.try_admit(tenant, head, inbox, budget)? && !self.end_if_hopeless(tenant, head, inbox)? {
-                self.admit_behind(compartment, tenant, inbox, budget)?;
+            let Err(short) = self.try_admit(tenant, head, inbox, budget)? else { continue };
+            if self.end_if_hopeless(tenant, head, inbox)? || self.preempt_lower(tenant, head, &short)? {
+                continue;
             }
+            self.admit_behind(compartment, tenant, &short, inbox, budget)?;
         }
         Ok(())
     }
@@ -68,16 +71,20 @@ impl Core {
         &mut self,
         compartment: usize,
         tenant: usize,
+        short: &Error,
         inbox: &Inbox,
         budget: &mut u32,
     ) -> Result<()> {
         let present = (self.last_step.0, self.now);
+        // What its own quota lacks, no other tenant takes from it.
+        self.queue.note_short(tenant, matches!(short, Error::OutOfBlocks { .. }));
         let Some(head) = self.queue.block(tenant, present) else { return Ok(()) };
         let (since_step, since) = head.blocked_since.unwrap_or(present);
         let allowance = self.config.max_bypass.saturating_sub(head.bypassed);
         let is_over = present.0 - since_step >= self.config.max_bypass_steps
             || present.1 - since >= self.config.max_bypass_seconds;
         if allowance == 0 || is_over {
+            self.queue.keep_for_head(tenant);
             return Ok(());
         }
         let mut places = std::mem::take(&mut self.places);
@@ -87,7 +94,7 @@ impl Core {
             if passed == allowance || !self.has_place(compartment, *budget) {
                 break;
             }
-            if self.try_admit(tenant, place, inbox, budget)? {
+            if self.try_admit(tenant, place, inbox, budget)?.is_ok() {
                 passed += 1;
             }
         }
@@ -98,16 +105,23 @@ impl Core {
         Ok(())
     }
 
-    /// Admits one request if what it needs is there, or comes from those who must yield to it.
-    fn try_admit(&mut self, tenant: usize, place: Place, inbox: &Inbox, budget: &mut u32) -> Result<bool> {
+    /// Admits one request if what it needs is there, or comes from those who must yield to it; else says what is
+    /// short.
+    fn try_admit(
+        &mut self,
+        tenant: usize,
+        place: Place,
+        inbox: &Inbox,
+        budget: &mut u32,
+    ) -> Result<std::result::Result<(), Error>> {
         loop {
-            let Some(waiting) = self.queue.get(tenant, place) else { return Ok(false) };
-            let compartment = waiting.request.tenant.compartment;
             match self.try_promise(tenant, place, inbox, budget)? {
-                Ok(()) => return Ok(true),
+                Ok(()) => return Ok(Ok(())),
                 Err(short) => {
-                    if !self.yield_room(compartment, tenant, &short)? {
-                        return Ok(false);
+                    let Some(waiting) = self.queue.get(tenant, place) else { return Ok(Err(short)) };
+                    let owner = Arc::clone(&waiting.request.tenant);
+                    if !self.yield_room(&owner, &short)? {
+                        return Ok(Err(short));
                     }
                 }
             }
@@ -179,6 +193,10 @@ impl Core {
         let mut sequence = self.start(waiting, pin, reservation, row);
         sequence.layers = layers;
         self.copy_partial(&mut sequence)?;
+        if let Some(session) = &sequence.request.session {
+            // The turn holds what its session kept.
+            self.sessions.release(session.number);
+        }
         let position = self.insert_running(sequence);
         self.plan_chunk(position, budget)?;
         Ok(Ok(()))

@@ -150,18 +150,22 @@ impl Core {
         for row in 0..open.num_rows {
             let given = i64::from(token_start[row + 1]) - i64::from(token_start[row]);
             let planned = open.rows.get(row);
-            if let Some(planned) = planned.filter(|planned| planned.num_drafts > 0) {
-                let (start, end) = (token_start[row].max(0) as usize, token_start[row + 1].max(0) as usize);
-                self.check_drafts(planned, row, tokens.get(start..end).unwrap_or_default())?;
-                continue;
-            }
-            let wanted = planned.map_or(0, |planned| i64::from(planned.num_samples));
-            if given != wanted {
+            let most = planned.map_or(0, |planned| i64::from(planned.num_samples));
+            let least = planned.map_or(0, |planned| i64::from(planned.num_samples - planned.num_drafts));
+            if !(least..=most).contains(&given) {
+                let whose =
+                    planned.map_or("padding".to_owned(), |planned| format!("sequence {}", planned.id));
+                let wanted = if least == most { most.to_string() } else { format!("{least} to {most}") };
                 return Err(Error::invalid(format!(
-                    "{given} tokens for sequence {row} of step {}, which samples {wanted}",
+                    "{given} tokens for row {row} ({whose}) of step {}: {wanted} are needed",
                     open.id
                 )));
             }
+        }
+        // All counts are right, so the ranges lie in the tokens.
+        for (row, planned) in open.rows.iter().enumerate().filter(|(_, planned)| planned.num_drafts > 0) {
+            let range = token_start[row] as usize..token_start[row + 1] as usize;
+            self.check_drafts(planned, &tokens[range])?;
         }
         match tokens.iter().position(|&token| token < 0) {
             Some(i) => Err(Error::invalid(format!("tokens[{i}] is {}, must be at least 0", tokens[i]))),

@@ -58,7 +58,9 @@ pub struct SchedulerConfig {
     pub max_prefill_chunk: u32,
     /// What a request must have promised before it runs.
     pub policy: AdmissionPolicy,
-    /// Requests that may pass a head of their tenant which does not fit.
+    /// Whether a waiting request may preempt running ones of a lower class of its tenant; not under `reserve`.
+    pub urgent_preempts: bool,
+    /// Requests that may pass a head which does not fit.
     pub max_bypass: u32,
     /// Steps for which a head may be passed.
     pub max_bypass_steps: u64,
@@ -85,6 +87,7 @@ impl Default for SchedulerConfig {
             max_open_steps: 1,
             max_prefill_chunk: 0,
             policy: AdmissionPolicy::Reserve,
+            urgent_preempts: false,
             max_bypass: 64,
             max_bypass_steps: 4096,
             max_bypass_seconds: 300.0,
@@ -149,6 +152,9 @@ impl SchedulerConfig {
         }
         problems.extend(self.queue.problem());
         problems.extend(self.policy.problem());
+        if self.urgent_preempts && !self.policy.overcommits() {
+            problems.push("urgent_preempts is true and the policy reserve, which never preempts".to_owned());
+        }
         if self.max_bypass_seconds.is_nan() {
             problems.push("max_bypass_seconds is NaN, must be a number".to_owned());
         }

@@ -17,6 +17,7 @@ use super::queue::Queue;
 use super::request::{Deadline, FinishReason, FinishedRequest};
 use super::scopes::Published;
 use super::sequence::Sequence;
+use super::sessions::Sessions;
 use super::swap::Swaps;
 use crate::block_pool::{BlockPool, Reclaim, Reservation};
 use crate::block_tables::{BlockTables, TableArena};
@@ -59,6 +60,7 @@ pub(super) struct Core {
     /// Deadline of `drain`, and when it was asked for.
     pub(super) draining: Option<(Deadline, Moment)>,
     pub(super) published: Published,
+    pub(super) sessions: Sessions,
     /// Sequences of which the step that is being planned computes a chunk.
     pub(super) in_flight: Vec<SequenceId>,
     /// Oldest first.
@@ -105,7 +107,10 @@ impl Core {
             last_owner: vec![NO_OWNER; pool.num_blocks() as usize],
             index,
             memory: BatchMemory::default(),
-            queue: Queue::new(config.ageing_steps),
+            queue: Queue::new(
+                config.ageing_steps,
+                f64::from(pool.num_blocks()) * f64::from(config.block_size),
+            ),
             running: Vec::with_capacity(config.max_running as usize),
             parked: Vec::new(),
             host: HostTier::new(config.host_tier, &pool)?,
@@ -119,6 +124,7 @@ impl Core {
             deadlines: Deadlines::default(),
             draining: None,
             published: Published::default(),
+            sessions: Sessions::default(),
             in_flight: Vec::new(),
             open: VecDeque::new(),
             retired_rows: Vec::new(),
@@ -202,6 +208,7 @@ impl Core {
         detail: Option<&Arc<str>>,
         inbox: &Inbox,
     ) -> Result<FinishedRequest> {
+        sequence.ending.get_or_insert(reason);
         end_ids(inbox, sequence.id, sequence.request.n);
         inbox.forget_samples(sequence.id, sequence.progress.branch);
         if matches!(reason, FinishReason::Stop | FinishReason::Length) {

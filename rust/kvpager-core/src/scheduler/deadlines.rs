@@ -31,23 +31,29 @@ const fn key(time: f64) -> u64 {
     if bits >> 63 == 0 { bits | 1 << 63 } else { !bits }
 }
 
-/// The deadlines of live requests.
-#[derive(Debug, Default)]
-pub(super) struct Deadlines {
+/// The deadlines of live requests, or of others that have ids.
+#[derive(Debug)]
+pub(super) struct Deadlines<Id = SequenceId> {
     /// (last step in which it may run, id).
-    steps: BTreeSet<(u64, SequenceId)>,
+    steps: BTreeSet<(u64, Id)>,
     /// (last time as a key, id).
-    times: BTreeSet<(u64, SequenceId)>,
+    times: BTreeSet<(u64, Id)>,
 }
 
-impl Deadlines {
-    pub(super) fn insert(&mut self, id: SequenceId, deadline: Deadline, arrival: Moment) {
+impl<Id> Default for Deadlines<Id> {
+    fn default() -> Self {
+        Self { steps: BTreeSet::new(), times: BTreeSet::new() }
+    }
+}
+
+impl<Id: Ord + Copy> Deadlines<Id> {
+    pub(super) fn insert(&mut self, id: Id, deadline: Deadline, arrival: Moment) {
         let (step, time) = deadline.ends(arrival);
         self.steps.extend(step.map(|last| (last, id)));
         self.times.extend(time.map(|last| (last, id)));
     }
 
-    pub(super) fn remove(&mut self, id: SequenceId, deadline: Deadline, arrival: Moment) {
+    pub(super) fn remove(&mut self, id: Id, deadline: Deadline, arrival: Moment) {
         let (step, time) = deadline.ends(arrival);
         if let Some(last) = step {
             self.steps.remove(&(last, id));
@@ -58,8 +64,8 @@ impl Deadlines {
     }
 
     /// Takes out a request whose deadline has passed.
-    pub(super) fn pop_passed(&mut self, now: Moment) -> Option<SequenceId> {
-        let pop = |set: &mut BTreeSet<(u64, SequenceId)>, limit| {
+    pub(super) fn pop_passed(&mut self, now: Moment) -> Option<Id> {
+        let pop = |set: &mut BTreeSet<(u64, Id)>, limit| {
             set.first().is_some_and(|&(last, _)| last <= limit).then(|| set.pop_first())?
         };
         let passed = pop(&mut self.steps, now.step).or_else(|| pop(&mut self.times, key(now.seconds)));
@@ -79,7 +85,7 @@ mod tests {
 
     #[test]
     fn whoever_is_due_comes_out_once() {
-        let mut deadlines = Deadlines::default();
+        let mut deadlines = Deadlines::<SequenceId>::default();
         let deadline = |steps, seconds| Deadline { steps, seconds };
         let at = |step, seconds| Moment { step, seconds };
         let arrival = at(5, 10.0);

@@ -43,8 +43,8 @@ impl Scheduler {
     /// `max_tokens` leaves room for. Fewer may be planned if tokens or blocks are short.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for arrays that do not fit together, an id that was never issued, or more than
-    /// [`MAX_DRAFTS`] drafts; [`Error::WrongState`] if another thread is in the scheduler. Nothing has changed then.
+    /// [`Error::InvalidArgument`] for arrays that do not fit together, an id that was never issued or is there
+    /// twice, or more than [`MAX_DRAFTS`] drafts; [`Error::WrongState`] if another thread is in the scheduler. Nothing has changed then.
     pub fn propose(&self, sequences: &[SequenceId], draft_start: &[i32], tokens: &[i32]) -> Result<u64> {
         check_proposal(sequences, draft_start, tokens)?;
         for &id in sequences {
@@ -70,11 +70,12 @@ impl Scheduler {
 fn check_proposal(sequences: &[SequenceId], draft_start: &[i32], tokens: &[i32]) -> Result<()> {
     let ends = (draft_start.first().copied(), draft_start.last().copied());
     if draft_start.len() != sequences.len() + 1 || ends != (Some(0), i32::try_from(tokens.len()).ok()) {
+        let end = |end: Option<i32>| end.map_or("nothing".to_owned(), |end| end.to_string());
         return Err(Error::invalid(format!(
-            "draft_start has {} entries and runs from {:?} to {:?}; {} sequences and {} tokens need {}, from 0 to {}",
+            "draft_start has {} entries and runs from {} to {}; {} sequences and {} tokens need {}, from 0 to {}",
             draft_start.len(),
-            ends.0,
-            ends.1,
+            end(ends.0),
+            end(ends.1),
             sequences.len(),
             tokens.len(),
             sequences.len() + 1,
@@ -85,9 +86,15 @@ fn check_proposal(sequences: &[SequenceId], draft_start: &[i32], tokens: &[i32])
         let count = i64::from(pair[1]) - i64::from(pair[0]);
         if !(0..=MAX_DRAFTS as i64).contains(&count) {
             return Err(Error::invalid(format!(
-                "{count} drafts for sequence {i}, must be 0 to {MAX_DRAFTS}"
+                "{count} drafts for sequence {}, must be 0 to {MAX_DRAFTS}",
+                sequences[i]
             )));
         }
+    }
+    let mut sorted = sequences.to_vec();
+    sorted.sort_unstable();
+    if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(Error::invalid(format!("sequence {} is named twice", pair[0])));
     }
     match tokens.iter().position(|&token| token < 0) {
         Some(i) => Err(Error::invalid(format!("draft tokens[{i}] is {}, must be at least 0", tokens[i]))),
@@ -98,6 +105,9 @@ fn check_proposal(sequences: &[SequenceId], draft_start: &[i32], tokens: &[i32])
 impl Core {
     fn keep_drafts(&mut self, id: SequenceId, tokens: &[i32]) -> u64 {
         let Some(position) = self.position(id) else { return 0 };
+        if self.pausing.contains(&id) {
+            return 0;
+        }
         let sequence = &mut self.running[position];
         let can_verify = sequence.ending.is_none()
             && sequence.in_flight == 0
@@ -131,23 +141,16 @@ impl Core {
         Ok(count)
     }
 
-    /// Checks what `commit` brings for a row with drafts: those accepted, and one token more.
-    pub(super) fn check_drafts(&self, row: &PlannedRow, number: usize, given: &[i32]) -> Result<()> {
-        let most = row.num_drafts as usize + 1;
-        if given.is_empty() || given.len() > most {
-            return Err(Error::invalid(format!(
-                "{} tokens for sequence {number}, which verifies {} drafts: 1 to {most} are needed",
-                given.len(),
-                row.num_drafts
-            )));
-        }
+    /// Checks what `commit` brings for a row with drafts, as many as it may: those accepted, and one token more.
+    pub(super) fn check_drafts(&self, row: &PlannedRow, given: &[i32]) -> Result<()> {
         let Some(position) = self.locate(row) else { return Ok(()) };
         let Some(special) = &self.running[position].special else { return Ok(()) };
         for (i, (&token, &draft)) in given[..given.len() - 1].iter().zip(&special.drafts).enumerate() {
             if token as u32 != draft {
                 return Err(Error::invalid(format!(
-                    "token {i} for sequence {number} is {token} and its draft was {draft}: the KV behind it is of \
-                     another token, so nothing may follow"
+                    "token {i} for sequence {} is {token} and its draft was {draft}: the KV behind it is of \
+                     another token, so nothing may follow",
+                    row.id
                 )));
             }
         }

@@ -14,6 +14,7 @@ use crate::block_pool::Reservation;
 use crate::ids::{BlockHandle, SequenceId};
 use crate::prefix_index::{ChainPin, PartialBlock, Pin};
 use crate::{Error, Result};
+use std::sync::Arc;
 
 /// A copy that the next batch makes.
 #[derive(Debug)]
@@ -79,7 +80,14 @@ impl Core {
         let is_partial = !num_computed.is_multiple_of(self.config.block_size);
         let shared = self.config.blocks_for(num_computed);
         let growth = self.growth_after(sequence, num_computed / self.config.block_size);
-        let mut promised = self.pool.reserve(sequence.request.tenant.account, growth * count)?;
+        let tenant = Arc::clone(&sequence.request.tenant);
+        let mut promised = loop {
+            match self.pool.reserve(tenant.account, growth * count) {
+                Ok(promised) => break promised,
+                Err(short) if self.release_session(&tenant, &short)? => {}
+                Err(short) => return Err(short),
+            }
+        };
         let pins = (0..count).map(|_| self.pin_again(position)).collect::<Result<Vec<_>>>()?;
         let is_first = is_partial && !self.running[position].shares_tail();
         if is_first && !self.config.policy.overcommits() {

@@ -20,6 +20,8 @@ pub(super) enum Message {
     Pause(SequenceId),
     Resume(SequenceId),
     Drain(Deadline),
+    /// The number of a session.
+    CloseSession(u64),
 }
 
 /// Messages on their way to the engine thread.

@@ -53,7 +53,7 @@ impl Scheduler {
         self.send_live(id, Message::Resume)
     }
 
-    /// Accepts nothing any more; what was accepted goes on, and ends with reason `drained` when the deadline
+    /// Accepts nothing any more; what sessions keep becomes cached; what was accepted goes on, and ends with reason `drained` when the deadline
     /// passes. From any thread. A second call replaces the deadline.
     ///
     /// # Errors
@@ -103,7 +103,11 @@ impl Core {
                 Message::End(id, reason) => self.end_request(id, reason, inbox)?,
                 Message::Pause(id) => self.note_pause(id),
                 Message::Resume(id) => self.note_resume(id),
-                Message::Drain(deadline) => self.draining = Some((deadline, self.moment())),
+                Message::Drain(deadline) => {
+                    self.sessions.release_all();
+                    self.draining = Some((deadline, self.moment()));
+                }
+                Message::CloseSession(number) => self.sessions.release(number),
             }
         }
         Ok(())
@@ -146,6 +150,7 @@ impl Core {
 
     /// Ends whatever is past its time.
     pub(super) fn end_overdue(&mut self, inbox: &Inbox) -> Result<()> {
+        self.end_idle_sessions();
         while let Some(id) = self.deadlines.pop_passed(self.moment()) {
             self.end_request(id, FinishReason::Deadline, inbox)?;
         }
@@ -190,6 +195,7 @@ impl Core {
             reset.num_requeued += 1;
         }
         reset.num_requeued += self.force_out_all()?;
+        self.sessions.release_all();
         if let Some(index) = &self.index {
             reset.num_evicted = index.evict(u32::MAX);
         }

@@ -35,11 +35,13 @@ mod rotation;
 mod samples;
 mod scopes;
 mod sequence;
+mod sessions;
 mod share;
 mod snapshot;
 mod special;
 mod swap;
 mod tenant;
+mod urgent;
 
 pub use batch::{Batch, BatchArrays, GroupArrays, NO_SLOT, PADDING_SEQUENCE};
 pub use commit::CommitOutcome;
@@ -53,6 +55,7 @@ pub use phases::{Phase, PhaseSpan, PhaseTimes};
 pub use policy::{AdmissionPolicy, AdmissionRequest, AdmissionRoom, ForecastConfig, Trajectory};
 pub use request::{Deadline, FinishReason, FinishedRequest, Request};
 pub use scopes::{Sharing, TenantScope};
+pub use sessions::Session;
 pub use snapshot::SchedulerSnapshot;
 pub use tenant::Tenant;
 
@@ -62,6 +65,7 @@ use self::inbox::{Inbox, Message};
 use self::limits::{Places, take_places};
 use self::request::WaitingRequest;
 use self::scopes::{Scopes, check_salt, check_strict};
+use self::sessions::check_session;
 use crate::block_pool::{BlockPool, Quota};
 use crate::block_tables::TableArena;
 use crate::ids::{SequenceId, StepId};
@@ -93,6 +97,8 @@ pub struct TenantConfig {
     pub sharing: Sharing,
     /// What it is given of the scheduler's bounds, if it is strict.
     pub share: Share,
+    /// Most blocks that its idle sessions keep; `None` for its limit.
+    pub max_session_blocks: Option<u32>,
 }
 
 /// Counts of a scheduler. Of the last `step`, `commit` or `abandon`, except what waits.
@@ -122,6 +128,8 @@ pub struct SchedulerStats {
     pub num_paused: u64,
     /// Times that a paused request's blocks were taken for one that needed them.
     pub num_forced_out: u64,
+    /// Sessions that keep blocks between turns.
+    pub num_sessions_kept: u64,
 }
 
 /// The scheduler of one engine.
@@ -152,6 +160,7 @@ pub struct Scheduler {
     swapped_in_blocks: AtomicU64,
     num_paused: AtomicU64,
     num_forced_out: AtomicU64,
+    num_sessions_kept: AtomicU64,
 }
 
 impl Scheduler {
@@ -214,6 +223,7 @@ impl Scheduler {
             swapped_in_blocks: AtomicU64::new(0),
             num_paused: AtomicU64::new(0),
             num_forced_out: AtomicU64::new(0),
+            num_sessions_kept: AtomicU64::new(0),
         })
     }
 
@@ -298,6 +308,7 @@ impl Scheduler {
             scope,
             scopes,
             weight: config.weight,
+            max_session_blocks: config.max_session_blocks.unwrap_or(config.limit_blocks),
             places: Places::new(queue),
         });
         if let Some(host) = &mut core.host {
@@ -360,6 +371,7 @@ impl Scheduler {
             )));
         }
         check_salt(request)?;
+        check_session(request)?;
         check_items(&request.items, request.prompt.len())?;
         if let Some(i) = request.prompt.iter().position(|&token| token > i32::MAX as u32) {
             return Err(Error::invalid(format!("prompt[{i}] is {}, above {}", request.prompt[i], i32::MAX)));
@@ -476,6 +488,18 @@ impl Scheduler {
         Ok(self.enter()?.phases.end())
     }
 
+    /// Service of a tenant so far: tokens computed and blocks x steps held, over its weight.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a tenant of another scheduler; [`Error::WrongState`] if another thread is in the
+    /// scheduler.
+    pub fn service(&self, tenant: &Tenant) -> Result<f64> {
+        if tenant.scheduler != self.id {
+            return Err(Error::invalid(format!("tenant {:?} is of another scheduler", tenant.name)));
+        }
+        Ok(self.enter()?.queue.service(tenant.index))
+    }
+
     /// Counts. From any thread.
     #[must_use]
     pub fn stats(&self) -> SchedulerStats {
@@ -493,6 +517,7 @@ impl Scheduler {
             swapped_in_blocks: self.swapped_in_blocks.load(Ordering::Relaxed),
             num_paused: self.num_paused.load(Ordering::Relaxed),
             num_forced_out: self.num_forced_out.load(Ordering::Relaxed),
+            num_sessions_kept: self.num_sessions_kept.load(Ordering::Relaxed),
         }
     }
 
@@ -516,5 +541,6 @@ impl Scheduler {
         self.num_preemptions.store(core.num_preemptions, Ordering::Relaxed);
         self.num_paused.store((core.halted.len() + core.paused.len()) as u64, Ordering::Relaxed);
         self.num_forced_out.store(core.num_forced_out, Ordering::Relaxed);
+        self.num_sessions_kept.store(core.sessions.len() as u64, Ordering::Relaxed);
     }
 }

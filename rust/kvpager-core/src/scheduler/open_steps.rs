@@ -55,9 +55,13 @@ impl Core {
     pub(super) fn oldest_step(&self, step_id: StepId) -> Result<&OpenStep> {
         match self.open.front() {
             Some(open) if open.id == step_id => Ok(open),
-            Some(open) => {
-                Err(Error::WrongState(format!("step {step_id} is not open; the open step is {}", open.id)))
-            }
+            Some(open) if self.open.iter().any(|other| other.id == step_id) => Err(Error::WrongState(
+                format!("step {step_id} is open after step {}: steps are committed in order", open.id),
+            )),
+            Some(open) => Err(Error::WrongState(format!(
+                "step {step_id} is not open; the oldest open step is {}",
+                open.id
+            ))),
             None => Err(Error::WrongState(format!(
                 "step {step_id} is not open; the last step, {}, has been closed",
                 self.last_step

@@ -8,6 +8,7 @@ use super::compartments::compartment_of;
 use super::core::Core;
 use super::request::WaitingRequest;
 use super::sequence::Sequence;
+use super::tenant::Tenant;
 use crate::ids::SequenceId;
 use crate::{Error, Result};
 
@@ -67,11 +68,15 @@ impl Core {
         }
     }
 
-    /// Makes those give something up who yield to any request that runs or could run. False if there are none.
-    pub(super) fn yield_room(&mut self, compartment: usize, tenant: usize, short: &Error) -> Result<bool> {
+    /// Makes those give something up who yield to any request that runs or could run: idle sessions, then paused
+    /// requests. False if there are none.
+    pub(super) fn yield_room(&mut self, tenant: &Tenant, short: &Error) -> Result<bool> {
+        if self.release_session(tenant, short)? {
+            return Ok(true);
+        }
         match short {
             Error::OutOfBlocks { .. } | Error::OverQuota { .. } => {
-                self.force_out_paused(compartment, tenant, short)
+                self.force_out_paused(tenant.compartment, tenant.index, short)
             }
             _ => Ok(false),
         }

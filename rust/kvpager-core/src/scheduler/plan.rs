@@ -198,7 +198,11 @@ impl Core {
         arrays.reserve(self.running.len());
         for (position, sequence) in self.running.iter_mut().enumerate() {
             if sequence.num_planned != 1 || sequence.remaining() != 1 || sequence.special.is_some() {
-                num_others += usize::from(sequence.num_planned > 0);
+                if sequence.num_planned > 0 {
+                    num_others += 1;
+                } else {
+                    service.add(&mut self.queue, sequence);
+                }
                 continue;
             }
             let start = sequence.frontier();
@@ -218,6 +222,11 @@ impl Core {
         }
         if num_others > 0 {
             self.write_others(arrays, rows, &mut service);
+        }
+        // Who holds blocks without a token in this step pays for them as well.
+        let halted = self.halted.iter().map(|halted| &halted.sequence);
+        for sequence in self.parked.iter().chain(halted) {
+            service.add(&mut self.queue, sequence);
         }
         service.settle(&mut self.queue);
         if self.config.is_grouped() {

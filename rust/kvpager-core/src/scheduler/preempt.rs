@@ -16,6 +16,7 @@ use super::sequence::Sequence;
 use super::swap::MIN_TAIL_BLOCKS;
 use crate::ids::{AccountId, SequenceId};
 use crate::{Error, Result};
+use std::sync::Arc;
 
 /// Who needs room, and what is short.
 pub(super) struct Asker<'a> {
@@ -60,8 +61,8 @@ impl Core {
                 Err(short) => short,
             };
             let id = self.running[position].id;
-            let tenant = self.running[position].request.tenant.index;
-            if self.yield_room(compartment_of(id), tenant, &short)? {
+            let tenant = Arc::clone(&self.running[position].request.tenant);
+            if self.yield_room(&tenant, &short)? {
                 continue;
             }
             if !self.config.policy.overcommits() {
@@ -216,7 +217,7 @@ impl Core {
     }
 
     /// Whether this step copies blocks of the sequence already.
-    fn has_moved(&self, sequence: &Sequence) -> bool {
+    pub(super) fn has_moved(&self, sequence: &Sequence) -> bool {
         self.swaps.moved.contains(&sequence.id) || self.copies.concern(sequence.id)
     }
 
@@ -230,6 +231,11 @@ impl Core {
                 sequence
             }
         }
+    }
+
+    /// Takes everything from a running sequence.
+    pub(super) fn drop_running(&mut self, position: usize) -> Result<()> {
+        self.drop_victim(Victim::Running(position))
     }
 
     /// Takes everything from a victim.

@@ -1,6 +1,6 @@
 //! Who is next: per-tenant queues in priority order, tenants by weighted service.
 
-use super::request::WaitingRequest;
+use super::request::{Progress, WaitingRequest};
 use super::tenant::Tenant;
 use crate::ids::SequenceId;
 use hashbrown::HashMap;
@@ -23,9 +23,18 @@ struct TenantQueue {
     /// Value of its compartment's change counter, and step, at which its head did not fit; it is not looked at again
     /// before a change.
     blocked_at: Option<(u64, u64)>,
+    /// Whether its head waits for room that other tenants take too.
+    is_short: bool,
+    /// Whether what becomes free is kept for its head: enough have passed it.
+    is_kept: bool,
 }
 
 impl TenantQueue {
+    /// There is another head, or the same one in another state.
+    fn look_again(&mut self) {
+        (self.blocked_at, self.is_short, self.is_kept) = (None, false, false);
+    }
+
     fn is_active(&self) -> bool {
         self.num_running > 0 || !self.waiting.is_empty()
     }
@@ -37,19 +46,25 @@ pub(super) struct Queue {
     ageing_steps: u32,
     tenants: Vec<TenantQueue>,
     places: HashMap<SequenceId, (usize, Place), foldhash::fast::RandomState>,
+    /// Service that a tenant may be ahead of one whose head waits for room, times its weight: the tokens of the pool.
+    slack: f64,
     /// By compartment: grows whenever room or matchable blocks may have appeared.
     changes: Vec<u64>,
 }
 
 impl Queue {
-    pub(super) fn new(ageing_steps: u32) -> Self {
-        Self { ageing_steps, tenants: Vec::new(), places: HashMap::default(), changes: vec![0] }
+    pub(super) fn new(ageing_steps: u32, slack: f64) -> Self {
+        Self { ageing_steps, tenants: Vec::new(), places: HashMap::default(), slack, changes: vec![0] }
     }
 
     fn place_of(&self, waiting: &WaitingRequest) -> Place {
-        let class = i64::from(waiting.request.priority).saturating_mul(i64::from(self.ageing_steps));
-        let arrival = waiting.progress.arrival_step + waiting.progress.paused_steps;
-        (class.saturating_add_unsigned(arrival), waiting.id)
+        (self.key(waiting.request.priority, &waiting.progress), waiting.id)
+    }
+
+    /// What orders a tenant's requests: less is sooner.
+    pub(super) fn key(&self, priority: i32, progress: &Progress) -> i64 {
+        let class = i64::from(priority).saturating_mul(i64::from(self.ageing_steps));
+        class.saturating_add_unsigned(progress.arrival_step + progress.paused_steps)
     }
 
     pub(super) fn add_tenant(&mut self, tenant: Arc<Tenant>) {
@@ -60,6 +75,8 @@ impl Queue {
             service: 0.0,
             num_running: 0,
             blocked_at: None,
+            is_short: false,
+            is_kept: false,
         });
     }
 
@@ -89,7 +106,7 @@ impl Queue {
         self.places.insert(waiting.id, (index, place));
         let queue = &mut self.tenants[index];
         if queue.waiting.first_key_value().is_none_or(|(head, _)| place < *head) {
-            queue.blocked_at = None;
+            queue.look_again();
         }
         queue.waiting.insert(place, waiting);
     }
@@ -98,7 +115,7 @@ impl Queue {
     pub(super) fn remove(&mut self, id: SequenceId) -> Option<WaitingRequest> {
         let (index, place) = self.places.remove(&id)?;
         let queue = &mut self.tenants[index];
-        queue.blocked_at = None;
+        queue.look_again();
         queue.waiting.remove(&place)
     }
 
@@ -107,7 +124,9 @@ impl Queue {
         self.places.keys().copied().collect()
     }
 
-    /// The tenant of a compartment that is served next: least service among those whose head may fit.
+    /// The tenant of a compartment that is served next: least service among those whose head may fit. None that is
+    /// ahead of a tenant for whose head room is kept, or far ahead of one whose head waits for room: each time that
+    /// small requests take what a large one waits for, they would gain.
     pub(super) fn next_tenant(&self, compartment: usize, step: u64) -> Option<usize> {
         let may_fit = |queue: &TenantQueue| {
             let is_unchanged = |(at, since)| at == self.changes[compartment] && step < since + RECHECK_STEPS;
@@ -115,10 +134,20 @@ impl Queue {
                 && !queue.waiting.is_empty()
                 && !queue.blocked_at.is_some_and(is_unchanged)
         };
+        let least = |is: fn(&TenantQueue) -> bool| {
+            let own =
+                self.tenants.iter().filter(|queue| queue.tenant.compartment == compartment && is(queue));
+            own.map(|queue| queue.service).fold(f64::INFINITY, f64::min)
+        };
+        let (kept, short) = (least(|queue| queue.is_kept), least(|queue| queue.is_short));
+        let may_pass = |queue: &TenantQueue| {
+            let is_near = queue.service <= short + self.slack / queue.tenant.weight;
+            is_near && (queue.service < kept || queue.is_kept && queue.service <= kept)
+        };
         self.tenants
             .iter()
             .enumerate()
-            .filter(|(_, queue)| may_fit(queue))
+            .filter(|(_, queue)| may_fit(queue) && may_pass(queue))
             .min_by(|(_, a), (_, b)| a.service.total_cmp(&b.service))
             .map(|(index, _)| index)
     }
@@ -142,10 +171,31 @@ impl Queue {
     /// Takes a request out: it was admitted.
     pub(super) fn pop(&mut self, tenant: usize, place: Place) -> Option<WaitingRequest> {
         let queue = &mut self.tenants[tenant];
+        let is_head = queue.waiting.first_key_value().is_some_and(|(head, _)| *head == place);
         let waiting = queue.waiting.remove(&place)?;
         queue.num_running += 1;
+        if is_head {
+            queue.look_again();
+        }
         self.places.remove(&waiting.id);
         Some(waiting)
+    }
+
+    /// Whether the head of a tenant waits for room that others take too.
+    pub(super) fn note_short(&mut self, tenant: usize, is_short: bool) {
+        let queue = &mut self.tenants[tenant];
+        (queue.is_short, queue.is_kept) = (is_short, false);
+    }
+
+    /// What becomes free is kept for the head of a tenant, if it is room that others would take.
+    pub(super) fn keep_for_head(&mut self, tenant: usize) {
+        let queue = &mut self.tenants[tenant];
+        queue.is_kept = queue.is_short;
+    }
+
+    /// Service of a tenant so far.
+    pub(super) fn service(&self, tenant: usize) -> f64 {
+        self.tenants[tenant].service
     }
 
     /// The head did not fit: its tenant waits for a change. Returns the head, to note who passes it.

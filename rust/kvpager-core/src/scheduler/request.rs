@@ -3,6 +3,7 @@
 use crate::ids::SequenceId;
 use crate::prefix_index::{Item, PrefixIndex};
 use crate::scheduler::deadlines::Moment;
+use crate::scheduler::sessions::Session;
 use crate::scheduler::tenant::Tenant;
 use crate::{Error, Result};
 use std::borrow::Cow;
@@ -62,6 +63,8 @@ pub struct Request {
     pub deadline: Deadline,
     /// Sequences that go on from its prompt, each with its own samples; at least 1.
     pub n: u32,
+    /// The session that it is a turn of.
+    pub session: Option<Arc<Session>>,
 }
 
 impl Request {
@@ -101,6 +104,7 @@ impl Request {
             items: Vec::new(),
             deadline: Deadline { steps: None, seconds: None },
             n: 1,
+            session: None,
         }
     }
 }

@@ -10,6 +10,7 @@ use super::core::Core;
 use super::preempt::{Asker, Room};
 use super::swap::MIN_TAIL_BLOCKS;
 use crate::{Error, Result};
+use std::sync::Arc;
 
 /// Share of time that rotation may copy for.
 const SHARE: f64 = 0.02;
@@ -91,6 +92,12 @@ impl Core {
                         self.uncall(id);
                         continue;
                     }
+                }
+            }
+            if !self.sessions.is_empty() {
+                let tenant = Arc::clone(&self.parked[position].request.tenant);
+                if self.release_session(&tenant, &short)? {
+                    continue;
                 }
             }
             if is_due {

@@ -292,12 +292,16 @@ impl Core {
         }
     }
 
-    /// Lets a sequence's pin go, or keeps it if the sequence has published its prefix.
+    /// Lets a sequence's pin go, or keeps it if the sequence has published its prefix or its session goes on.
     pub(super) fn let_pin_go(&mut self, sequence: &mut Sequence) {
         let is_done = matches!(sequence.ending, Some(FinishReason::Stop | FinishReason::Length));
         let tenant = &sequence.request.tenant;
-        if let (Some(pin), TenantScope::Public, true) = (sequence.pin.take(), tenant.scope(), is_done) {
-            self.published.keep(tenant, pin);
+        match (sequence.pin.take(), tenant.scope()) {
+            (Some(pin), TenantScope::Public) if is_done => self.published.keep(tenant, pin),
+            (Some(pin), TenantScope::Private) if sequence.ending.is_some() => {
+                self.keep_for_session(sequence, pin)
+            }
+            _ => {}
         }
     }
 }

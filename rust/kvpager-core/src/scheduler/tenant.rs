@@ -28,6 +28,8 @@ pub struct Tenant {
     pub(super) scopes: Option<Scopes>,
     /// Share of service: a tenant of weight 2 gets twice the tokens of one of weight 1 while both wait.
     pub weight: f64,
+    /// Most blocks that its idle sessions keep.
+    pub(super) max_session_blocks: u32,
     /// What of it waits.
     pub(super) places: Places,
 }

@@ -48,6 +48,9 @@ pub fn expected_sample(prompt: &[u32], max_tokens: u32, branch: u64) -> Vec<u32>
     output
 }
 
+/// Points between `step` and `commit`: before anything, after each kind of move, in the midst of the rows, after all.
+pub const CRASH_POINTS: usize = 7;
+
 /// What a request must give, whatever the schedule.
 pub fn expected_output(prompt: &[u32], max_tokens: u32, stop: &[u32]) -> Vec<u32> {
     let mut hash = prefix_hash(prompt);
@@ -177,6 +180,7 @@ impl Engine {
                 queue: QueueLimits::NONE,
                 sharing: Sharing::default(),
                 share: Share::default(),
+                max_session_blocks: None,
             })
             .unwrap()
     }
@@ -294,18 +298,24 @@ impl Engine {
     /// What a batch moves before its forward pass, in the order of the stream.
     fn move_blocks(&mut self, arrays: &BatchArrays) {
         check_moves(arrays);
+        self.move_some(arrays, 4);
+    }
+
+    /// The first `stages` of the four kinds of moves.
+    fn move_some(&mut self, arrays: &BatchArrays, stages: usize) {
         let size = self.block_size;
         let slots = |block: i32| block as usize * size..(block as usize + 1) * size;
-        for &[device, host] in &arrays.swap_out {
+        let done = |stage: usize| usize::from(stage < stages);
+        for &[device, host] in arrays.swap_out.iter().take(arrays.swap_out.len() * done(0)) {
             self.host[slots(host)].copy_from_slice(&self.kv[slots(device)]);
         }
-        for &block in &arrays.block_zeros {
+        for &block in arrays.block_zeros.iter().take(arrays.block_zeros.len() * done(1)) {
             self.kv[slots(block)].fill(None);
         }
-        for &[host, device] in &arrays.swap_in {
+        for &[host, device] in arrays.swap_in.iter().take(arrays.swap_in.len() * done(2)) {
             self.kv[slots(device)].copy_from_slice(&self.host[slots(host)]);
         }
-        for &[from, to] in &arrays.block_copies {
+        for &[from, to] in arrays.block_copies.iter().take(arrays.block_copies.len() * done(3)) {
             self.kv.copy_within(slots(from), slots(to).start);
         }
     }
@@ -388,6 +398,30 @@ impl Engine {
         let batch = self.scheduler.step(0).unwrap();
         self.note(batch.arrays.finished.iter().cloned());
         let outcome = self.scheduler.abandon(batch.step_id, "crash", false).unwrap();
+        self.note(outcome.finished);
+        self.check();
+    }
+
+    /// A turn whose model dies at one of [`CRASH_POINTS`]: after some of the moves, or after it wrote some of its rows.
+    /// What it left half done stays there, with garbage in the row that it was at.
+    pub fn killed_turn(&mut self, point: usize, fail: bool) {
+        let batch = self.scheduler.step(0).unwrap();
+        self.note(batch.arrays.finished.iter().cloned());
+        let arrays = &batch.arrays;
+        if point >= CRASH_POINTS - 1 {
+            let (outputs, samples) = (self.outputs.clone(), self.last_samples.clone());
+            self.run(&batch);
+            (self.outputs, self.last_samples) = (outputs, samples);
+        } else {
+            self.move_some(arrays, point);
+            if point > 4 {
+                let written = arrays.slot_mapping.len() * (point - 4) / 2;
+                for &slot in arrays.slot_mapping[..written].iter().filter(|&&slot| slot >= 0) {
+                    self.kv[slot as usize] = Some(Slot { hash: 0xdead, token: 0 });
+                }
+            }
+        }
+        let outcome = self.scheduler.abandon(batch.step_id, "killed", fail).unwrap();
         self.note(outcome.finished);
         self.check();
     }

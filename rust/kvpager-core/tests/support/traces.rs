@@ -86,6 +86,7 @@ fn add(engine: &Engine, name: &str, isolation: Isolation, quota: (u32, u32)) -> 
         fingerprint: Fingerprint::default(),
         queue: QueueLimits { max_requests: 3, max_tokens: 40 },
         sharing: Sharing { isolation, ..Sharing::default() },
+        max_session_blocks: None,
         share: if is_strict {
             Share { max_running: Some(3), max_batch_tokens: Some(9) }
         } else {
