@@ -49,6 +49,7 @@ fn run(running: u32, steps: u32, is_recorded: bool) -> Result<()> {
         queue: QueueLimits::NONE,
         sharing: Sharing::default(),
         share: Share::default(),
+        max_session_blocks: None,
     })?;
     for i in 0..running {
         let prompt = (0..PROMPT + i % BLOCK_SIZE).map(|place| i * 131 + place).collect();
