@@ -158,16 +158,18 @@ def test_beams_hold_the_prompt_once_and_little_besides() -> None:
     assert idle(engine)
 
 
+@pytest.mark.parametrize("open_steps", [1, 2])
 @pytest.mark.parametrize("step", range(12))
-def test_abort_in_the_middle_frees_everything(step: int) -> None:
-    engine = new_engine(max_prefill_chunk=6)
+def test_abort_in_the_middle_frees_everything(step: int, open_steps: int) -> None:
+    engine = new_engine(max_prefill_chunk=6, max_open_steps=open_steps)
     params = GenerationParams(max_tokens=30, beam_width=5, n=2, stop_token_ids=(3,))
     generations = engine.submit([7] * 21, params)
     other = engine.submit([9] * 5, GenerationParams(max_tokens=20))[0]
     for _ in range(step):
         engine.step()
     assert engine.abort(generations[1])
-    engine.step()
+    for _ in range(open_steps):  # what is planned already has to end first
+        engine.step()
     assert [(g.has_ended, g.finish_reason) for g in generations] == [(True, "aborted")] * 2
     assert engine.num_live == 1
     engine.run()
@@ -175,6 +177,7 @@ def test_abort_in_the_middle_frees_everything(step: int) -> None:
     assert idle(engine)
     counters = engine.snapshot().tenants["default"]
     assert (counters.num_running, counters.num_waiting) == (0, 0)
+    engine.close()
 
 
 def test_leaving_the_stream_frees_the_beams() -> None:
