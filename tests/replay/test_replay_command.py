@@ -185,6 +185,7 @@ BAD_OPTIONS = [
     (["--hardware", "8b-a100", "--calibrate", "x.csv"], "choose one"),
     (["--reuse", "off", "--eviction", "lru"], "nothing to evict"),
     (["--overflow", "recompute", "--host-blocks", "3"], "--host-blocks is for"),
+    (["--format", "mooncake"], "--format is mooncake, but generate:chat is no file"),
     (["--slo", "ttft_p99=1s"], "--slo and --find go together"),
     (["--slo", "ttft_p99=...s", "--find", "rate"], "--slo has 'ttft_p99=...s'"),
     (["--slo", "ttft_p99=0s", "--find", "rate"], "expected a bound above 0"),

@@ -48,6 +48,8 @@ def open_trace(
     """
     if source.startswith("generate:"):
         _refuse_field(tenants, "generated")
+        if format_name != "auto":
+            raise InvalidArgumentError(f"--format is {format_name}, but {source} is no file: it is drawn")
         return generate(
             source.removeprefix("generate:"), requests=10000 if requests is None else requests, seed=seed
         )
