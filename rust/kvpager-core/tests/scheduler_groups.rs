@@ -4,13 +4,14 @@
 mod support;
 
 use kvpager_core::geometry::Span;
+use kvpager_core::prefix_index::Isolation;
 use kvpager_core::scheduler::{
     AdmissionPolicy, FinishReason, ForecastConfig, HostTierConfig, SchedulerConfig, Tenant, ZeroBlocks,
 };
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
 use std::sync::Arc;
-use support::{Engine, config, expected_output, prompt, request};
+use support::{Engine, config, expected_output, prompt, request, tenant_config};
 
 fn grouped(block_size: u32, groups: &[Span]) -> SchedulerConfig {
     SchedulerConfig { layer_groups: groups.into(), ..config(block_size) }
@@ -245,6 +246,7 @@ proptest! {
         block_size in 1..5u32,
         groups in prop::collection::vec(span(), 1..4),
         cached in prop::bool::weighted(0.7),
+        is_strict in prop::bool::weighted(0.3),
         max_batch_tokens in 3..20u32,
         max_prefill_chunk in 0..6u32,
         max_open_steps in 1..4u32,
@@ -264,7 +266,11 @@ proptest! {
         config.zero_blocks = ZeroBlocks::Always;
         config.policy = policy;
         let mut engine = Engine::new(num_blocks, config, cached);
-        let tenants = [engine.tenant("a"), engine.tenant_with("b", num_blocks / 4, num_blocks / 2)];
+        let guaranteed = if is_strict { num_blocks / 2 } else { num_blocks / 4 };
+        let mut other = tenant_config("b", guaranteed, num_blocks / 2);
+        other.sharing.isolation = if is_strict { Isolation::Strict } else { Isolation::Scoped };
+        let other = engine.scheduler.add_tenant(&other).unwrap();
+        let tenants = [engine.tenant("a"), other];
         let mut accepted: Vec<(SequenceId, Vec<u32>, u32)> = Vec::new();
         let mut aborted = Vec::new();
         for operation in operations {
@@ -313,6 +319,10 @@ proptest! {
                     engine.check();
                 }
                 _ => {}
+            }
+            if is_strict {
+                let stats = engine.pool.account_stats(tenants[1].account).unwrap();
+                prop_assert!(stats.committed + stats.cached <= stats.limit, "{:?}", stats);
             }
         }
         for (id, ..) in &accepted {

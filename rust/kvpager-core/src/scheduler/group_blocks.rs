@@ -197,6 +197,7 @@ impl Core {
         let next = sequence.num_computed;
         let end = sequence.blocks.len() as u32;
         let first_of = |span: Span| (span.first_visible(next) / block_size).min(end);
+        let mut has_left = false;
         let mut spans = self.config.layer_groups.iter().copied();
         let first = spans.next().map_or(0, first_of);
         while layers.first < first {
@@ -214,6 +215,7 @@ impl Core {
                         if !index.leave_attached(block, &mut sequence.reservation)? {
                             break;
                         }
+                        has_left = true;
                     }
                     _ => layers.spare.push(block),
                 }
@@ -222,7 +224,12 @@ impl Core {
                 group.first += 1;
             }
         }
-        self.settle_promise(position)
+        self.settle_promise(position)?;
+        if has_left {
+            // What was left behind is cached, and its room is promised still: more than before, in all.
+            self.keep_within_limit(&self.running[position].request.tenant)?;
+        }
+        Ok(())
     }
 
     /// Gives back what a sequence has beyond what it will need at once: after its prompt, the room of a chunk; under

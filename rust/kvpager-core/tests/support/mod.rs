@@ -170,19 +170,7 @@ impl Engine {
     }
 
     pub fn tenant_with(&self, name: &str, guaranteed: u32, limit: u32) -> Arc<Tenant> {
-        self.scheduler
-            .add_tenant(&TenantConfig {
-                name: name.to_owned(),
-                guaranteed_blocks: guaranteed,
-                limit_blocks: limit,
-                weight: 1.0,
-                fingerprint: Fingerprint::default(),
-                queue: QueueLimits::NONE,
-                sharing: Sharing::default(),
-                share: Share::default(),
-                max_session_blocks: None,
-            })
-            .unwrap()
+        self.scheduler.add_tenant(&tenant_config(name, guaranteed, limit)).unwrap()
     }
 
     pub fn submit(&self, tenant: &Arc<Tenant>, prompt: &[u32], max_tokens: u32) -> Result<SequenceId> {
@@ -506,6 +494,20 @@ fn check_moves(arrays: &BatchArrays) {
     let slots: Vec<i64> = arrays.slot_mapping.iter().chain(groups).filter_map(block_of).collect();
     let written: HashSet<i64> = slots.iter().copied().collect();
     assert_eq!(written.len(), slots.len());
+}
+
+pub fn tenant_config(name: &str, guaranteed: u32, limit: u32) -> TenantConfig {
+    TenantConfig {
+        name: name.to_owned(),
+        guaranteed_blocks: guaranteed,
+        limit_blocks: limit,
+        weight: 1.0,
+        fingerprint: Fingerprint::default(),
+        queue: QueueLimits::NONE,
+        sharing: Sharing::default(),
+        share: Share::default(),
+        max_session_blocks: None,
+    }
 }
 
 pub fn request(tenant: &Arc<Tenant>, prompt: &[u32], max_tokens: u32) -> Request {
