@@ -49,6 +49,13 @@ def test_tokens_of_any_integer_type_match_alike(dtype: str) -> None:
     assert index.match_prefix(space, np.arange(18, dtype=np.uint32)[::2]).num_tokens == 0
 
 
+def test_an_unaligned_array_is_refused_not_misread() -> None:
+    _, index, space = make()
+    unaligned = np.frombuffer(b"x" + np.arange(9, dtype=np.uint32).tobytes(), np.uint32, offset=1)
+    with pytest.raises(InvalidArgumentError, match=r"tokens cannot be read: .* aligned"):
+        index.match_prefix(space, unaligned)
+
+
 @pytest.mark.parametrize("tokens", [[-1], [2**32], np.array([0.5]), np.zeros((2, 2), np.uint32), "text"])
 def test_what_is_not_token_ids_is_refused(tokens: object) -> None:
     _, index, space = make()

@@ -56,7 +56,9 @@ where
     S: Element + Into<i128>,
     T: Integer,
 {
-    let typed: PyBuffer<S> = buffer.into_typed()?;
+    let typed: PyBuffer<S> = buffer
+        .into_typed()
+        .map_err(|error| invalid(format!("{name} cannot be read: {}", error.value(py))))?;
     checked(typed.to_vec(py)?.into_iter().map(Into::into), name)
 }
 

@@ -5,6 +5,7 @@ use crate::args::named_int;
 use kvpager_core::prefix_index::{ChainPin, Extended, PartialBlock, Pin, PrefixIndex, ScopeChain};
 use kvpager_core::{BlockHandle, NamespaceId, Result};
 use pyo3::prelude::*;
+use pyo3::types::PyInt;
 use std::sync::Arc;
 
 /// Namespaces of one fingerprint in the order of look-up, the most private one last.
@@ -35,6 +36,9 @@ pub(super) enum Place<'py> {
 
 impl<'py> Place<'py> {
     pub(super) fn read(object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        if object.is_exact_instance_of::<PyInt>() {
+            return namespace_id(named_int(object, "namespace")?).map(Self::One);
+        }
         match object.cast::<PyScopeChain>() {
             Ok(chain) => Ok(Self::Chain(chain.borrow())),
             Err(_) => namespace_id(named_int(object, "namespace")?).map(Self::One),
