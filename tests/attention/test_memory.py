@@ -213,7 +213,7 @@ def table_with(value: int) -> Any:
         ({"query_start": [1, 1, 4]}, r"query_start\[0\] is 1, expected 0"),
         ({"table_rows": [0]}, "table_rows has 1 entries, expected 2"),
         ({"table_rows": [0, -1]}, "sequence 1 has no table row: -1 of 2"),
-        ({"scale": float("nan")}, "scale is NaN"),
+        ({"scale": float("nan")}, "scale is nan"),
         ({"window": 0}, "window is 0"),
         ({"softcap": 0.0}, "softcap is 0"),
         ({"softcap": float("inf")}, "softcap is inf"),
@@ -250,7 +250,7 @@ def test_impossible_block_sizes_are_refused(block_size: int) -> None:
     [
         ([0, 32], r"slot_mapping\[1\] is 32, outside -1..32"),
         ([-2, 0], r"slot_mapping\[0\] is -2"),
-        ([0], "shape"),
+        ([0], "slot_mapping has 1 entries, but key has 2 tokens"),
     ],
 )
 def test_append_to_a_slot_outside_the_cache_writes_nothing(slots: list[int], text: str) -> None:

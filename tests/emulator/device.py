@@ -73,6 +73,7 @@ def emulated_cupy() -> Any:
         asarray=to_device,
         cuda=SimpleNamespace(
             Device=lambda: device,
+            get_current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
             # Emulated threads read host memory, so any memory is pinned; launches end in the call.
             alloc_pinned_memory=bytearray,
             Event=lambda disable_timing: SimpleNamespace(record=lambda: None, synchronize=lambda: None),

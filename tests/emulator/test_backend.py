@@ -254,7 +254,7 @@ def test_blocks_move_and_states_merge_through_the_front() -> None:
         (lambda k: front.gather_blocks(k, np.array([0], np.int32), out=k), "out must be"),
         (
             lambda k: front.scatter_blocks(k, np.array([0], np.int32), np.zeros((1, 4, 2, 64))),
-            "values must be",
+            "values is a numpy.ndarray.*must be on the device",
         ),
         (lambda k: front.append_kv(k[0], k[0], k, k, np.full(4, 24)), "slot_mapping must be -1 to 23"),
         (lambda k: front.append_kv(k[0], None, k, k, np.zeros(4)), "both be given"),

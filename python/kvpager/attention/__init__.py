@@ -32,17 +32,7 @@ Example:
     ((3, 1, 64), 2.0)
 """
 
-from kvpager.attention._front_attention import (
-    cascade_attention,
-    get_num_threads,
-    instruction_sets,
-    merge_states,
-    mla_decode,
-    paged_attention,
-    prefix_groups,
-    prefix_groups_of,
-    set_num_threads,
-)
+from kvpager.attention._front_attention import merge_states, mla_decode, paged_attention, workspace_bytes
 from kvpager.attention._front_memory import (
     append_kv,
     copy_blocks,
@@ -50,6 +40,8 @@ from kvpager.attention._front_memory import (
     scatter_blocks,
     zero_blocks,
 )
+from kvpager.attention._front_prefixes import cascade_attention, prefix_groups, prefix_groups_of
+from kvpager.attention._front_threads import get_num_threads, instruction_sets, set_num_threads
 
 __all__ = [
     "append_kv",
@@ -65,5 +57,6 @@ __all__ = [
     "prefix_groups_of",
     "scatter_blocks",
     "set_num_threads",
+    "workspace_bytes",
     "zero_blocks",
 ]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from kvpager.attention._dispatch import Array, backend_of, check_kv_dtype
+from kvpager.attention._arguments import check_kv_dtype
+from kvpager.attention._dispatch import Array, backend_of
 from kvpager.errors import InvalidArgumentError
 
 __all__ = ["append_kv", "copy_blocks", "gather_blocks", "scatter_blocks", "zero_blocks"]
@@ -26,7 +25,8 @@ def append_kv(
     """Writes new keys and values to their slots, converting and quantising on the way.
 
     Args:
-        key: `[num_tokens, num_kv_heads, head_dim]`, float32, float16 or bfloat16.
+        key: `[num_tokens, num_kv_heads, head_dim]`, float32, float16 or bfloat16; shares no memory with the
+            caches.
         value: the same for values, or None with `v_cache` None (a latent cache has one array).
         k_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, written.
         v_cache: the same for values, written.
@@ -43,7 +43,8 @@ def append_kv(
     check_kv_dtype(kv_dtype)
     if (value is None) != (v_cache is None):
         raise InvalidArgumentError("value and v_cache must both be given or both be None")
-    backend_of(k_cache).append_kv(
+    backend = backend_of({"k_cache": k_cache, "key": key}, {"value": value, "v_cache": v_cache})
+    backend.append_kv(
         key,
         value,
         k_cache,
@@ -67,10 +68,10 @@ def copy_blocks(k_cache: Array, v_cache: Array | None, block_copies: Array) -> N
     Raises:
         InvalidArgumentError: ids that do not fit. Nothing is written then.
     """
-    shape = np.shape(block_copies)
-    if 0 not in shape and (len(shape) != 2 or shape[1] != 2):
-        raise InvalidArgumentError(f"block_copies has shape {shape}, expected [num_copies, 2]")
-    backend_of(k_cache).copy_blocks(k_cache, v_cache, block_copies)
+    shape = getattr(block_copies, "shape", None)
+    if shape is not None and 0 not in shape and (len(shape) != 2 or shape[1] != 2):
+        raise InvalidArgumentError(f"block_copies has shape {tuple(shape)}, expected [num_copies, 2]")
+    backend_of({"k_cache": k_cache}, {"v_cache": v_cache}).copy_blocks(k_cache, v_cache, block_copies)
 
 
 def zero_blocks(cache: Array, block_ids: Array) -> None:
@@ -83,7 +84,7 @@ def zero_blocks(cache: Array, block_ids: Array) -> None:
     Raises:
         InvalidArgumentError: ids that do not fit. Nothing is written then.
     """
-    backend_of(cache).zero_blocks(cache, block_ids)
+    backend_of({"cache": cache}).zero_blocks(cache, block_ids)
 
 
 def gather_blocks(cache: Array, block_ids: Array, *, out: Array | None = None) -> Any:
@@ -92,7 +93,7 @@ def gather_blocks(cache: Array, block_ids: Array, *, out: Array | None = None) -
     Args:
         cache: `[num_blocks, ...]`, up to 4 dimensions.
         block_ids: `[num_ids]`, int32.
-        out: `[num_ids, ...]`, written and returned; a new array if None.
+        out: `[num_ids, ...]`, written and returned; a new array if None. It shares no memory with the cache.
 
     Returns:
         The blocks, in the order of the ids.
@@ -100,7 +101,7 @@ def gather_blocks(cache: Array, block_ids: Array, *, out: Array | None = None) -
     Raises:
         InvalidArgumentError: ids, shapes or dtypes that do not fit. Nothing is written then.
     """
-    return backend_of(cache).gather_blocks(cache, block_ids, out=out)
+    return backend_of({"cache": cache}, {"out": out}).gather_blocks(cache, block_ids, out=out)
 
 
 def scatter_blocks(cache: Array, block_ids: Array, values: Array) -> None:
@@ -109,9 +110,9 @@ def scatter_blocks(cache: Array, block_ids: Array, values: Array) -> None:
     Args:
         cache: `[num_blocks, ...]`, up to 4 dimensions; written.
         block_ids: `[num_ids]`, int32, each at most once.
-        values: `[num_ids, ...]`, the dtype of the cache.
+        values: `[num_ids, ...]`, the dtype of the cache, whose memory they do not share.
 
     Raises:
         InvalidArgumentError: ids, shapes or dtypes that do not fit. Nothing is written then.
     """
-    backend_of(cache).scatter_blocks(cache, block_ids, values)
+    backend_of({"cache": cache, "values": values}).scatter_blocks(cache, block_ids, values)

@@ -6,6 +6,7 @@ made for, not from the lengths of a step, so a captured launch stays valid while
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,13 +14,27 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager import _core
+from kvpager.attention._arguments import integer
 from kvpager.attention._launch import PlanView
 from kvpager.attention._manifest import AttentionKernel, KernelClass
 
-__all__ = ["HostPlan", "PlanArrays", "PlanRoom", "plan_class", "plan_room"]
+__all__ = [
+    "ALIGNMENT",
+    "HostPlan",
+    "PlanArrays",
+    "PlanBounds",
+    "PlanRoom",
+    "bytes_of",
+    "plan_class",
+    "plan_room",
+]
 
 MIN_CHUNK = 256
 """Positions below which a chunk is not worth a thread block of its own."""
+
+
+ALIGNMENT = 16
+"""Bytes at whose multiples an array of partial results begins in a workspace."""
 
 
 class PlanArrays(NamedTuple):
@@ -29,6 +44,17 @@ class PlanArrays(NamedTuple):
     merges: tuple[tuple[int, ...], np.dtype[Any]]
     partial_out: tuple[tuple[int, ...], np.dtype[Any]]
     partial_state: tuple[tuple[int, ...], np.dtype[Any]]
+
+    def partial_bytes(self) -> tuple[int, int]:
+        """Bytes that `partial_out` and `partial_state` take in a workspace, each made whole lines of it."""
+        out, state = (-(-bytes_of(array) // ALIGNMENT) * ALIGNMENT for array in self[2:])
+        return out, state
+
+
+def bytes_of(array: tuple[tuple[int, ...], np.dtype[Any]]) -> int:
+    """Bytes of an array of a plan."""
+    shape, dtype = array
+    return math.prod(shape) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +99,24 @@ class HostPlan:
     def work(self) -> npt.NDArray[np.int32]:
         """[work, 8]."""
         return self.items[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBounds:
+    """The largest batch of a plan, as `AttentionPlan` has it."""
+
+    max_sequences: int
+    max_tokens: int
+    max_query_len: int | None
+
+    def checked(self) -> PlanBounds:
+        """The same as plain integers; what is not positive is refused."""
+        longest = self.max_query_len
+        return PlanBounds(
+            integer("max_sequences", self.max_sequences, 1),
+            integer("max_tokens", self.max_tokens, 1),
+            None if longest is None else integer("max_query_len", longest, 1),
+        )
 
 
 def plan_room(

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvpager.attention import _numpy
+from kvpager.attention._dispatch import is_torch
+from kvpager.attention._host_arrays import ints
 from kvpager.errors import InvalidArgumentError, MissingDependencyError
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "scatter_blocks",
+    "workspace_bytes",
     "zero_blocks",
 ]
 
@@ -35,56 +38,51 @@ def _small_float(name: str) -> Any:
     return np.dtype(getattr(ml_dtypes, name))
 
 
-def _lend(value: Any) -> Any:
+def _lend(name: str, value: Any) -> Any:
     """A NumPy view of a CPU tensor's memory; other values as they are."""
-    if not hasattr(value, "data_ptr"):
+    if not is_torch(value):
         return value
     if value.device.type != "cpu":
-        raise InvalidArgumentError(f"all arrays of a call must be on one device; one is on {value.device}")
+        raise InvalidArgumentError(f"all arrays of a call must be on one device; {name} is on {value.device}")
     import torch
 
-    tensor = value.detach()
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name == "bfloat16":
-        return tensor.view(torch.int16).numpy().view(_small_float(name))
-    if name.startswith("float8"):
-        return tensor.view(torch.uint8).numpy().view(_small_float(name))
-    return tensor.numpy()
+    dtype = str(value.dtype).removeprefix("torch.")
+    try:
+        tensor = value.detach()
+        if dtype == "bfloat16":
+            return tensor.view(torch.int16).numpy().view(_small_float(dtype))
+        if dtype in ("float8_e4m3fn", "float8_e5m2"):
+            return tensor.view(torch.uint8).numpy().view(_small_float(dtype))
+        return tensor.numpy()
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgumentError(
+            f"{name} is a tensor of {value.dtype} that NumPy cannot read: {error}"
+        ) from error
 
 
-def _on_device(tensor: Any) -> Any:
-    """The CuPy backend if the tensor is on a GPU."""
-    if not tensor.is_cuda:
-        return None
-    return importlib.import_module("kvpager.attention._cupy")
-
-
-def _run(name: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _run(name: str, tensors: dict[str, Any], options: dict[str, Any]) -> Any:
     """Calls the backend's function where the first tensor is."""
-    device = _on_device(tensors[0])
-    if device is not None:
-        return getattr(device, name)(*tensors, **options)
-    lent = {key: _lend(value) for key, value in options.items()}
-    return getattr(_numpy, name)(*map(_lend, tensors), **lent)
+    if next(iter(tensors.values())).is_cuda:
+        device = importlib.import_module("kvpager.attention._cupy")
+        return getattr(device, name)(*tensors.values(), **options)
+    arrays = [_lend(key, value) for key, value in tensors.items()]
+    return getattr(_numpy, name)(*arrays, **{key: _lend(key, value) for key, value in options.items()})
 
 
 def append_kv(key: Any, value: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, **options: Any) -> None:
     """See `kvpager.attention.append_kv`."""
-    device = _on_device(k_cache)
-    if device is not None:
-        device.append_kv(key, value, k_cache, v_cache, slot_mapping, **options)
-        return
-    _run("append_kv", (key, value, k_cache, v_cache, slot_mapping), options)
+    tensors = {"key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache}
+    _run("append_kv", tensors | {"slot_mapping": slot_mapping}, options)
 
 
-def _attend(name: str, tensors: tuple[Any, ...], value_dim: int, options: dict[str, Any]) -> Any:
-    query = tensors[0]
+def _attend(name: str, tensors: dict[str, Any], options: dict[str, Any]) -> Any:
+    query, values = tensors["query"], tensors["v_cache"]
     if query.is_cuda:
         return _run(name, tensors, options)
     import torch
 
-    if options.get("out") is None:
-        options = {**options, "out": query.new_empty((*query.shape[:-1], value_dim))}
+    if options.get("out") is None and query.ndim and values.ndim:
+        options = {**options, "out": query.new_empty((*query.shape[:-1], values.shape[-1]))}
     result = _run(name, tensors, options)
     if isinstance(result, tuple):
         given = options.get("lse")
@@ -94,12 +92,17 @@ def _attend(name: str, tensors: tuple[Any, ...], value_dim: int, options: dict[s
 
 def paged_attention(query: Any, k_cache: Any, v_cache: Any, **options: Any) -> Any:
     """See `kvpager.attention.paged_attention`."""
-    return _attend("paged_attention", (query, k_cache, v_cache), v_cache.shape[-1], options)
+    return _attend("paged_attention", {"query": query, "k_cache": k_cache, "v_cache": v_cache}, options)
 
 
 def cascade_attention(query: Any, k_cache: Any, v_cache: Any, **options: Any) -> Any:
     """See `kvpager.attention.cascade_attention`."""
-    return _attend("cascade_attention", (query, k_cache, v_cache), v_cache.shape[-1], options)
+    return _attend("cascade_attention", {"query": query, "k_cache": k_cache, "v_cache": v_cache}, options)
+
+
+def workspace_bytes(query: Any, k_cache: Any, v_cache: Any, **options: Any) -> Any:
+    """See `kvpager.attention.workspace_bytes`."""
+    return _run("workspace_bytes", {"query": query, "k_cache": k_cache, "v_cache": v_cache}, options)
 
 
 def merge_states(
@@ -108,27 +111,30 @@ def merge_states(
     """See `kvpager.attention.merge_states`."""
     out = out_a.new_empty(out_a.shape) if out is None else out
     lse = lse_a.new_empty(lse_a.shape) if lse is None else lse
-    _run("merge_states", (out_a, lse_a, out_b, lse_b), {"out": out, "lse": lse})
+    tensors = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    _run("merge_states", tensors, {"out": out, "lse": lse})
     return out, lse
 
 
 def copy_blocks(k_cache: Any, v_cache: Any, block_copies: Any) -> None:
     """See `kvpager.attention.copy_blocks`."""
-    _run("copy_blocks", (k_cache, v_cache, block_copies), {})
+    _run("copy_blocks", {"k_cache": k_cache, "v_cache": v_cache, "block_copies": block_copies}, {})
 
 
 def zero_blocks(cache: Any, block_ids: Any) -> None:
     """See `kvpager.attention.zero_blocks`."""
-    _run("zero_blocks", (cache, block_ids), {})
+    _run("zero_blocks", {"cache": cache, "block_ids": block_ids}, {})
 
 
 def gather_blocks(cache: Any, block_ids: Any, *, out: Any = None) -> Any:
     """See `kvpager.attention.gather_blocks`."""
-    out = cache.new_empty((len(block_ids), *cache.shape[1:])) if out is None else out
-    _run("gather_blocks", (cache, block_ids), {"out": out})
-    return out
+    if out is None and not cache.is_cuda:
+        block_ids = ints("block_ids", block_ids, np.int32)
+        out = cache.new_empty((len(block_ids), *cache.shape[1:]))
+    result = _run("gather_blocks", {"cache": cache, "block_ids": block_ids}, {"out": out})
+    return result if out is None else out
 
 
 def scatter_blocks(cache: Any, block_ids: Any, values: Any) -> None:
     """See `kvpager.attention.scatter_blocks`."""
-    _run("scatter_blocks", (cache, block_ids, values), {})
+    _run("scatter_blocks", {"cache": cache, "block_ids": block_ids, "values": values}, {})

@@ -6,7 +6,7 @@ launched over the plan stays right for every later step.
 
     plan = AttentionPlan(query, k_cache, v_cache, max_sequences=256, max_tokens=256, max_query_len=1)
     ...
-    plan.update_from(batch)  # every step, outside the graph, on the stream of the graph
+    plan.update_from(batch)  # every step, outside the graph, on the stream of the graph (or stream=...)
     paged_attention(query, k_cache, v_cache, plan=plan, out=out, ...)  # captured, once a layer
 """
 
@@ -19,10 +19,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.attention import _launch, kernels, tuning
-from kvpager.attention._device_arrays import view
+from kvpager.attention._arguments import integer
+from kvpager.attention._device_arrays import new_array, view
+from kvpager.attention._device_workspace import workspace_start
 from kvpager.attention._launch import AttentionCall, PlanShape, plan_shape
 from kvpager.attention._manifest import KernelClass
-from kvpager.attention._plan import HostPlan, PlanRoom, plan_class, plan_room, view_of
+from kvpager.attention._plan import (
+    HostPlan,
+    PlanArrays,
+    PlanBounds,
+    PlanRoom,
+    plan_class,
+    plan_room,
+    view_of,
+)
+from kvpager.attention._streams import stream_context
 from kvpager.errors import InvalidArgumentError
 
 __all__ = ["AttentionPlan"]
@@ -41,14 +52,17 @@ class _Batch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _DeviceClass:
-    """One kernel class of a plan in device memory; `items` has the counts in its first row, then the work."""
+    """One kernel class of a plan in device memory.
+
+    `items` has the counts in its first row, then the work; partial results are addresses in the workspace.
+    """
 
     kernel_class: KernelClass
     room: PlanRoom
     items: Any
     merges: Any
-    partial_out: Any
-    partial_state: Any
+    partial_out: int
+    partial_state: int
 
 
 class AttentionPlan:
@@ -71,6 +85,7 @@ class AttentionPlan:
         kv_dtype: str | None = None,
         target_blocks: int | None = None,
         min_chunk: int | None = None,
+        workspace: Any = None,
     ) -> None:
         """Makes room on the current device.
 
@@ -86,23 +101,65 @@ class AttentionPlan:
             kv_dtype: as there.
             target_blocks: thread blocks that fill the device; None: as tuned for it.
             min_chunk: positions below which a chunk is not cut; None: as tuned.
+            workspace: device memory for partial results: contiguous, of any dtype, with at least
+                `workspace_bytes` bytes, kept while the plan lives. Plans whose calls follow each other on one
+                stream may share it. None: the plan makes it.
 
         Raises:
-            InvalidArgumentError: arrays that are not on the device, or that no kernel serves.
+            InvalidArgumentError: arrays that are not on the device, or that no kernel serves; bounds that are
+                not positive; a workspace that is too small.
         """
         arrays = (view(query), view(k_cache, kv_dtype), view(v_cache, kv_dtype))
         shape = plan_shape(*arrays, window=window, causal=causal)
         self._start(shape, target_blocks, min_chunk)
-        for item in shape.classes:
-            if max_query_len is None or item.rows_above < max_query_len * shape.group:
-                self._classes.append(self._allocate(item, self._room(item, max_sequences, max_tokens)))
+        # Says whose current stream updates go to; holds nothing of the query's.
+        self._like: Any = new_array(query, (0,))
+        bounds = PlanBounds(max_sequences, max_tokens, max_query_len).checked()
+        self._place(self._rooms(bounds), workspace)
+
+    @classmethod
+    def workspace_bytes(
+        cls,
+        query: Any,
+        k_cache: Any,
+        v_cache: Any,
+        *,
+        max_sequences: int,
+        max_tokens: int,
+        max_query_len: int | None = None,
+        window: int | None = None,
+        causal: bool = True,
+        kv_dtype: str | None = None,
+        target_blocks: int | None = None,
+        min_chunk: int | None = None,
+    ) -> int:
+        """Bytes of `workspace` that a plan of these arguments needs.
+
+        Raises:
+            InvalidArgumentError: as the constructor.
+        """
+        plan = cls.__new__(cls)
+        arrays = (view(query), view(k_cache, kv_dtype), view(v_cache, kv_dtype))
+        plan._start(plan_shape(*arrays, window=window, causal=causal), target_blocks, min_chunk)
+        rooms = plan._rooms(PlanBounds(max_sequences, max_tokens, max_query_len).checked())
+        return plan._partial_bytes(rooms)
 
     def _start(self, shape: PlanShape, target_blocks: int | None, min_chunk: int | None) -> None:
         tuned = tuning.current_tuning()
         self._shape = shape
-        self._target_blocks = tuned.target_blocks if target_blocks is None else target_blocks
-        self._min_chunk = tuned.min_chunk if min_chunk is None else min_chunk
+        self._target_blocks = tuned.target_blocks
+        if target_blocks is not None:
+            self._target_blocks = integer("target_blocks", target_blocks, 1)
+        self._min_chunk = tuned.min_chunk if min_chunk is None else integer("min_chunk", min_chunk, 1)
         self._classes: list[_DeviceClass] = []
+
+    def _rooms(self, bounds: PlanBounds) -> list[tuple[KernelClass, PlanRoom]]:
+        """The kernel classes that batches of these bounds need, with their room."""
+        return [
+            (item, self._room(item, bounds.max_sequences, bounds.max_tokens))
+            for item in self._shape.classes
+            if bounds.max_query_len is None or item.rows_above < bounds.max_query_len * self._shape.group
+        ]
 
     @classmethod
     def for_lengths(
@@ -121,14 +178,19 @@ class AttentionPlan:
         """
         plan = cls.__new__(cls)
         plan._start(call.plan_shape(), None, None)
+        plan._like = None
+        rooms: list[tuple[KernelClass, PlanRoom]] = []
+        hosts: list[HostPlan] = []
         for item in plan._shape.classes:
             room = plan._room(item, len(context_lens), call.query.shape[0])
             host = plan._host(item, room, query_start, context_lens, kv_starts)
             num_work, num_merges = (int(count) for count in host.counts)
             if num_work:
-                exact = PlanRoom(num_work, num_merges, host.num_partials)
-                plan._classes.append(plan._allocate(item, exact))
-                plan._fill(plan._classes[-1], host)
+                rooms.append((item, PlanRoom(num_work, num_merges, host.num_partials)))
+                hosts.append(host)
+        plan._place(rooms, None)
+        for device, host in zip(plan._classes, hosts, strict=True):
+            plan._fill(device, host)
         return plan
 
     def _room(self, item: KernelClass, max_sequences: int, max_tokens: int) -> PlanRoom:
@@ -142,17 +204,24 @@ class AttentionPlan:
             min_chunk=self._min_chunk,
         )
 
-    def _allocate(self, item: KernelClass, room: PlanRoom) -> _DeviceClass:
+    def _arrays(self, item: KernelClass, room: PlanRoom) -> PlanArrays:
+        return room.arrays(item.kernel, self._shape.num_kv_heads, self._shape.value_dim)
+
+    def _partial_bytes(self, rooms: list[tuple[KernelClass, PlanRoom]]) -> int:
+        return sum(sum(self._arrays(*room).partial_bytes()) for room in rooms)
+
+    def _place(self, rooms: list[tuple[KernelClass, PlanRoom]], workspace: Any) -> None:
+        """Makes the lists of each class, and gives it a part of the workspace."""
         cupy = kernels.load_cupy()
-        arrays = room.arrays(item.kernel, self._shape.num_kv_heads, self._shape.value_dim)
-        return _DeviceClass(
-            item,
-            room,
-            cupy.zeros(*arrays.items),
-            cupy.empty(*arrays.merges),
-            cupy.empty(*arrays.partial_out),
-            cupy.empty(*arrays.partial_state),
-        )
+        needed = self._partial_bytes(rooms)
+        self._workspace = cupy.empty((needed,), np.uint8) if workspace is None else workspace
+        at = workspace_start(self._workspace, needed)
+        for item, room in rooms:
+            arrays = self._arrays(item, room)
+            out, state = arrays.partial_bytes()
+            lists = (cupy.zeros(*arrays.items), cupy.empty(*arrays.merges))
+            self._classes.append(_DeviceClass(item, room, *lists, at, at + out))
+            at += out + state
 
     def _host(
         self, item: KernelClass, room: PlanRoom, query_start: Ints, context_lens: Ints, kv_starts: Ints | None
@@ -177,28 +246,39 @@ class AttentionPlan:
         if num_merges:
             item.merges[:num_merges].set(host.merges[:num_merges])
 
-    def update(self, query_start: Ints, context_lens: Ints, kv_starts: Ints | None = None) -> None:
-        """Refills the plan for the next step, on the current stream.
+    def update(
+        self,
+        query_start: Ints,
+        context_lens: Ints,
+        kv_starts: Ints | None = None,
+        *,
+        stream: Any = None,
+    ) -> None:
+        """Refills the plan for the next step.
 
         Args:
             query_start: int32 [num_sequences + 1], on the host.
             context_lens: int32 [num_sequences], on the host.
             kv_starts: positions to leave out at the front of each sequence.
+            stream: of CuPy or torch, the one whose attention reads the plan. None: as for attention, torch's
+                current stream if the plan was made from torch tensors, else CuPy's.
 
         Raises:
-            InvalidArgumentError: The batch is larger than the plan was made for. Nothing is changed then.
+            InvalidArgumentError: The batch is larger than the plan was made for, or no stream. Nothing is
+                changed then.
         """
         hosts = [
             self._host(item.kernel_class, item.room, query_start, context_lens, kv_starts)
             for item in self._classes
         ]
         self._check_covered(query_start)
-        for item, host in zip(self._classes, hosts, strict=True):
-            self._fill(item, host)
+        with stream_context(stream, self._like):
+            for item, host in zip(self._classes, hosts, strict=True):
+                self._fill(item, host)
 
-    def update_from(self, batch: _Batch) -> None:
+    def update_from(self, batch: _Batch, *, stream: Any = None) -> None:
         """`update` from a scheduler's batch."""
-        self.update(batch.query_start, batch.context_lens)
+        self.update(batch.query_start, batch.context_lens, stream=stream)
 
     def _check_covered(self, query_start: Ints) -> None:
         """Refuses sequences of more rows than the kernels of the plan serve."""
@@ -231,8 +311,8 @@ class AttentionPlan:
                 start + 32,
                 int(item.merges.data.ptr),
                 item.room,
-                int(item.partial_out.data.ptr),
-                int(item.partial_state.data.ptr),
+                item.partial_out,
+                item.partial_state,
             )
             found += _launch.attention_launches(call, item.kernel_class.kernel, addresses)
         return found + _launch.tail_launches(call)

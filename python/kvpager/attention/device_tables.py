@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager.attention import _cupy, _memory_launch, kernels
+from kvpager.attention._arguments import integer
+from kvpager.attention._streams import stream_context
 from kvpager.attention._views import ArrayView
 from kvpager.errors import InvalidArgumentError
 
@@ -66,16 +68,17 @@ class DeviceBlockTables:
             num_slots: logs that may be on their way at once; a further step waits for the oldest.
 
         Raises:
-            InvalidArgumentError: The arena is not a contiguous int32 array of two dimensions.
+            InvalidArgumentError: The arena is not a contiguous int32 array of two dimensions, the mode is
+                another word, or a number is not positive.
         """
+        if mode not in ("resident", "mapped"):
+            raise InvalidArgumentError(f"mode is {mode!r}, expected 'resident' or 'mapped'")
         if arena.dtype != np.int32 or arena.ndim != 2 or not arena.flags.c_contiguous:
             raise InvalidArgumentError(
                 f"arena must be a contiguous int32 [rows, max_blocks], is {arena.dtype} {arena.shape}"
             )
-        if max_changes < 1 or num_slots < 1:
-            raise InvalidArgumentError(
-                f"max_changes {max_changes} and num_slots {num_slots} must be positive"
-            )
+        max_changes = integer("max_changes", max_changes, 1)
+        num_slots = integer("num_slots", num_slots, 1)
         self._cupy = kernels.load_cupy()
         self._arena = arena
         self._mapped = mode == "mapped"
@@ -84,17 +87,26 @@ class DeviceBlockTables:
             self.tables = _map_host(self._cupy, arena)
             return
         self.tables = self._cupy.asarray(arena)
+        # `apply` may go to another stream than the copy did.
+        self._cupy.cuda.get_current_stream().synchronize()
         self._slots = [_Slot(self._cupy, max_changes) for _ in range(num_slots)]
 
-    def apply(self, changes: Ints) -> None:
-        """Brings the copy up to date on the current stream; nothing to do in mapped mode.
+    def apply(self, changes: Ints, *, stream: Any = None) -> None:
+        """Brings the copy up to date on a stream; nothing to do in mapped mode.
 
         Args:
             changes: int32 [num_changes, 3] of (row, column, block id), the step's `table_changes`.
+            stream: of CuPy or torch, the one whose attention reads the tables. None: CuPy's current stream,
+                which is not torch's: with torch tensors pass `torch.cuda.current_stream()`.
 
         Raises:
-            InvalidArgumentError: An entry outside the tables, or a wrong shape. Nothing is changed then.
+            InvalidArgumentError: An entry outside the tables, a wrong shape, or no stream. Nothing is changed
+                then.
         """
+        with stream_context(stream):
+            self._apply(changes)
+
+    def _apply(self, changes: Ints) -> None:
         if changes.ndim != 2 or changes.shape[1] != 3:
             raise InvalidArgumentError(f"changes must have shape [num_changes, 3], have {changes.shape}")
         if self._mapped or len(changes) == 0:

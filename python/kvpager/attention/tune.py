@@ -69,6 +69,7 @@ def main() -> int:
     try:
         cupy = kernels.load_cupy()
         kernels.require_device()
+        tuning.check_writable()
         capability = str(cupy.cuda.Device().compute_capability)
         results = [(shape, [_time(cupy, lens, shape) for lens in _BATCHES]) for shape in candidates()]
     except KvPagerError as error:

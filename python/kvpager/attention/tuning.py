@@ -13,8 +13,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvpager.attention import kernels
+from kvpager.errors import InvalidArgumentError
 
-__all__ = ["DEFAULT", "TABLE", "LaunchShape", "Tuning", "current_tuning", "read_table", "record"]
+__all__ = [
+    "DEFAULT",
+    "TABLE",
+    "LaunchShape",
+    "Tuning",
+    "check_writable",
+    "current_tuning",
+    "read_table",
+    "record",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,22 @@ def record(capability: str, shape: LaunchShape, path: Path = TABLE) -> None:
     table = read_table(path) | {capability: shape}
     lines = {name: asdict(table[name]) for name in sorted(table)}
     path.write_text(json.dumps(lines, indent=2) + "\n", "utf-8")
+
+
+def check_writable(path: Path = TABLE) -> None:
+    """Refuses a table that cannot be written, before anything is measured.
+
+    Raises:
+        InvalidArgumentError: with the reason.
+    """
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"the table of launch shapes cannot be written: {error}. Install kvpager where you may write, "
+            "such as in a virtual environment of your own"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

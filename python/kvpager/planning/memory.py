@@ -87,7 +87,7 @@ class _HostMemory(Memory):
         self.on_device = False
         self.total, _ = _host_bytes()
         # Loaded now: the code of a module that the pass loads would look like a hidden array.
-        backend_of(np.empty(0))
+        backend_of({"array": np.empty(0)})
         self._live = 0
         self._peak = 0
         self._started = not tracemalloc.is_tracing()

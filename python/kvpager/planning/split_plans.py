@@ -6,17 +6,15 @@ A device keeps the split plan of each kind of layer: lists of work and partial r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpager._core import KvGeometry
 from kvpager.attention._manifest import KernelClass, choose_attention
-from kvpager.attention._plan import PlanArrays, PlanRoom, plan_class, plan_room
+from kvpager.attention._plan import PlanArrays, PlanRoom, bytes_of, plan_class, plan_room
 from kvpager.attention.tuning import DEFAULT, read_table
 from kvpager.errors import InvalidArgumentError
 from kvpager.planning.limits import Limits
@@ -159,9 +157,4 @@ def _classes(kv_dtype: str, kind: LayerKind) -> tuple[KernelClass, ...]:
 
 def split_plan_bytes(geometry: KvGeometry, limits: Limits) -> int:
     """Bytes of all split plans."""
-    return sum(_bytes(array) for plan in split_plans(geometry, limits) for array in plan.arrays())
-
-
-def _bytes(array: tuple[tuple[int, ...], np.dtype[Any]]) -> int:
-    shape, dtype = array
-    return math.prod(shape) * dtype.itemsize
+    return sum(bytes_of(array) for plan in split_plans(geometry, limits) for array in plan.arrays())

@@ -15,14 +15,52 @@ pub struct Append<'a> {
     pub scale: KvScale<'a>,
 }
 
+/// Which of the two caches, with the names of its arguments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// Keys.
+    Key,
+    /// Values.
+    Value,
+}
+
+impl Side {
+    /// Name of the new rows.
+    #[must_use]
+    pub const fn rows(self) -> &'static str {
+        match self {
+            Self::Key => "key",
+            Self::Value => "value",
+        }
+    }
+
+    /// Name of the cache.
+    #[must_use]
+    pub const fn cache(self) -> &'static str {
+        match self {
+            Self::Key => "k_cache",
+            Self::Value => "v_cache",
+        }
+    }
+
+    /// What names of its arrays begin with.
+    #[must_use]
+    pub const fn prefix(self) -> &'static str {
+        match self {
+            Self::Key => "k",
+            Self::Value => "v",
+        }
+    }
+}
+
 /// Writes token `t` of each pair to slot `slots[t]`; -1 skips the token. Where a slot is named twice, the last
 /// token stays.
 ///
 /// # Errors
 /// `InvalidArgument` for shapes, dtypes or slots that do not fit; nothing is written then.
-pub fn append_kv(pairs: &[(&str, Append<'_>)], slots: &[i64], threads: &ThreadPool) -> Result<()> {
-    for (name, pair) in pairs {
-        pair.check(name, slots)?;
+pub fn append_kv(pairs: &[(Side, Append<'_>)], slots: &[i64], threads: &ThreadPool) -> Result<()> {
+    for (side, pair) in pairs {
+        pair.check(*side, slots)?;
     }
     for (_, pair) in pairs {
         pair.write_tokens(slots, threads);
@@ -34,13 +72,20 @@ pub fn append_kv(pairs: &[(&str, Append<'_>)], slots: &[i64], threads: &ThreadPo
 const JOBS_PER_THREAD: usize = 4;
 
 impl Append<'_> {
-    fn check(&self, name: &str, slots: &[i64]) -> Result<()> {
-        let cache_name = format!("{name}_cache");
+    fn check(&self, side: Side, slots: &[i64]) -> Result<()> {
         let [num_blocks, block_size, num_heads, head_dim] = self.cache.shape();
-        self.rows.require_dtype(name, &[Dtype::F32, Dtype::F16, Dtype::Bf16])?;
-        self.rows.require_shape(name, [slots.len(), num_heads, head_dim])?;
-        self.cache.require_writable(&cache_name)?;
-        self.scale.check(name, &self.cache, true)?;
+        let num_tokens = self.rows.shape()[0];
+        self.rows.require_dtype(side.rows(), &[Dtype::F32, Dtype::F16, Dtype::Bf16])?;
+        self.rows.require_shape(side.rows(), [num_tokens, num_heads, head_dim])?;
+        if num_tokens != slots.len() {
+            return Err(Error::invalid(format!(
+                "slot_mapping has {} entries, but {} has {num_tokens} tokens",
+                slots.len(),
+                side.rows()
+            )));
+        }
+        self.cache.require_writable(side.cache())?;
+        self.scale.check(side.prefix(), &self.cache, true)?;
         let num_slots = num_blocks as i64 * block_size as i64;
         for (token, &slot) in slots.iter().enumerate() {
             if slot < -1 || slot >= num_slots {

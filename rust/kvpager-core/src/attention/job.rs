@@ -5,7 +5,7 @@ use super::kernels::{ROW_ALIGN, Storage, TILE};
 use super::merge::State;
 use super::plan::{Job, Plan};
 use super::request::Checked;
-use super::scratch::{FloatBuffer, Scratch, with_scratch};
+use super::scratch::{Scratch, with_scratch};
 use super::{Dtype, KvScale, ThreadPool};
 
 mod strip;
@@ -63,17 +63,18 @@ impl Partials {
     }
 }
 
-/// Computes a checked request.
-pub(super) fn run(checked: &Checked<'_>, plan: &Plan, threads: &ThreadPool) {
+/// Floats of the partial states that a plan leaves.
+pub(super) fn partial_floats(checked: &Checked<'_>, plan: &Plan) -> usize {
+    let [_, num_query_heads, _] = checked.request.query.shape();
+    plan.num_slots * num_query_heads * (checked.request.v_cache.shape()[3] + 2)
+}
+
+/// Computes a checked request. `partials` has room for [`partial_floats`] initialised floats.
+pub(super) fn run(checked: &Checked<'_>, plan: &Plan, partials: *mut f32, threads: &ThreadPool) {
     let shape = Shape::of(checked);
     clear_unseen(checked, &shape);
-    let num_query_heads = shape.num_heads * shape.group;
-    let mut buffer = FloatBuffer::default();
-    let partials = Partials {
-        start: buffer.reserve(plan.num_slots * num_query_heads * (shape.value_dim + 2)),
-        num_heads: num_query_heads,
-        value_dim: shape.value_dim,
-    };
+    let partials =
+        Partials { start: partials, num_heads: shape.num_heads * shape.group, value_dim: shape.value_dim };
     let call = Call { checked, plan, shape, partials };
     let work = |index: usize| with_scratch(|scratch| call.run_job(&plan.jobs[index], scratch));
     if threads.size() == 1 {

@@ -55,11 +55,11 @@ pub fn merge_states(
     threads: &ThreadPool,
 ) -> Result<()> {
     let [num_tokens, num_heads, _] = a.0.shape();
-    for (name, (out, lse)) in [("a", a), ("b", b), ("merged", to)] {
-        out.require_shape(&format!("out_{name}"), a.0.shape())?;
-        out.require_dtype(&format!("out_{name}"), &[Dtype::F32, Dtype::F16, Dtype::Bf16])?;
-        lse.require_shape(&format!("lse_{name}"), [num_tokens, num_heads])?;
-        lse.require_dtype(&format!("lse_{name}"), &[Dtype::F32])?;
+    for (suffix, (out, lse)) in [("_a", a), ("_b", b), ("", to)] {
+        out.require_shape(&format!("out{suffix}"), a.0.shape())?;
+        out.require_dtype(&format!("out{suffix}"), &[Dtype::F32, Dtype::F16, Dtype::Bf16])?;
+        lse.require_shape(&format!("lse{suffix}"), [num_tokens, num_heads])?;
+        lse.require_dtype(&format!("lse{suffix}"), &[Dtype::F32])?;
     }
     to.0.require_writable("out")?;
     to.1.require_writable("lse")?;

@@ -26,7 +26,7 @@ mod scratch;
 mod tensor;
 mod threads;
 
-pub use append::{Append, append_kv};
+pub use append::{Append, Side, append_kv};
 pub use batch::BatchView;
 pub use blocks::{check_block_moves, copy_blocks, gather_blocks, scatter_blocks, zero_blocks};
 pub use dtype::Dtype;

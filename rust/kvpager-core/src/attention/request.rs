@@ -3,8 +3,10 @@
 use super::batch::BatchView;
 use super::kernels::{self, Kernels};
 use super::plan::{Row, Strip};
+use super::scratch::{CACHE_LINE, FloatBuffer};
 use super::{Dtype, Int32Matrix, KvScale, Tensor, ThreadPool, job, plan};
 use crate::{Error, Result};
+use std::mem::MaybeUninit;
 
 /// How scores are formed and masked.
 #[derive(Clone, Copy, Debug)]
@@ -80,6 +82,26 @@ pub(super) struct Checked<'a> {
     pub(super) cascades: bool,
 }
 
+/// Checks a number a query head.
+fn check_head_values(
+    name: &str,
+    values: Option<&[f32]>,
+    num_heads: usize,
+    allowed: fn(f32) -> bool,
+) -> Result<()> {
+    let Some(values) = values else { return Ok(()) };
+    if values.len() != num_heads {
+        return Err(Error::invalid(format!(
+            "{name} has {} entries, expected {num_heads} (one a query head)",
+            values.len()
+        )));
+    }
+    match values.iter().position(|&value| !allowed(value)) {
+        Some(at) => Err(Error::invalid(format!("{name}[{at}] is {}, expected a finite number", values[at]))),
+        None => Ok(()),
+    }
+}
+
 const WIDE: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
 impl PagedAttention<'_> {
@@ -89,8 +111,40 @@ impl PagedAttention<'_> {
     /// `InvalidArgument` for shapes, dtypes, lengths or block ids that do not fit; nothing is written then.
     pub fn run(&self, threads: &ThreadPool) -> Result<()> {
         let checked = self.check()?;
-        job::run(&checked, &plan::plan(&checked, threads.size()), threads);
+        let plan = plan::plan(&checked, threads.size());
+        let mut partials = FloatBuffer::default();
+        let start = partials.reserve(job::partial_floats(&checked, &plan));
+        job::run(&checked, &plan, start, threads);
         Ok(())
+    }
+
+    /// [`Self::run`] with the partial results of split work in the caller's memory.
+    ///
+    /// # Errors
+    /// As there, and when the workspace is smaller than [`Self::workspace_bytes`] says for so many threads; nothing
+    /// is written then.
+    pub fn run_in(&self, workspace: &mut [MaybeUninit<u8>], threads: &ThreadPool) -> Result<()> {
+        let checked = self.check()?;
+        let plan = plan::plan(&checked, threads.size());
+        let floats = job::partial_floats(&checked, &plan);
+        let needed = bytes_of(floats);
+        if workspace.len() < needed {
+            return Err(Error::invalid(format!(
+                "workspace has {} bytes, this call needs {needed}",
+                workspace.len()
+            )));
+        }
+        job::run(&checked, &plan, aligned_floats(workspace, floats), threads);
+        Ok(())
+    }
+
+    /// Bytes that [`Self::run_in`] needs for this call on so many threads; 0 where no work is split.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub fn workspace_bytes(&self, num_threads: usize) -> Result<usize> {
+        let checked = self.check()?;
+        Ok(bytes_of(job::partial_floats(&checked, &plan::plan(&checked, num_threads))))
     }
 
     fn check(&self) -> Result<Checked<'_>> {
@@ -160,14 +214,8 @@ impl PagedAttention<'_> {
         if let Some(cap) = options.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
             return Err(Error::invalid(format!("softcap is {cap}, expected a positive finite number")));
         }
-        for (name, values) in [("alibi_slopes", options.alibi_slopes), ("sinks", options.sinks)] {
-            if let Some(values) = values.filter(|values| values.len() != num_heads) {
-                return Err(Error::invalid(format!(
-                    "{name} has {} entries, expected {num_heads} (one a query head)",
-                    values.len()
-                )));
-            }
-        }
+        check_head_values("alibi_slopes", options.alibi_slopes, num_heads, |slope| slope.is_finite())?;
+        check_head_values("sinks", options.sinks, num_heads, |sink| sink < f32::INFINITY)?;
         Ok(())
     }
 
@@ -195,4 +243,20 @@ impl PagedAttention<'_> {
     ) -> Result<()> {
         self.batch().copy_blocks(row, low, high, blocks)
     }
+}
+
+/// Bytes of a workspace for so many floats, room to align their start to a cache line included.
+fn bytes_of(floats: usize) -> usize {
+    if floats == 0 { 0 } else { floats * size_of::<f32>() + CACHE_LINE - 1 }
+}
+
+/// The first cache line of a workspace, made floats whose bytes are initialised.
+fn aligned_floats(workspace: &mut [MaybeUninit<u8>], floats: usize) -> *mut f32 {
+    if floats == 0 {
+        return std::ptr::NonNull::dangling().as_ptr();
+    }
+    let skipped = workspace.as_ptr().addr().next_multiple_of(CACHE_LINE) - workspace.as_ptr().addr();
+    let bytes = &mut workspace[skipped..skipped + floats * size_of::<f32>()];
+    bytes.fill(MaybeUninit::new(0));
+    bytes.as_mut_ptr().cast()
 }

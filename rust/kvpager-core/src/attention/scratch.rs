@@ -1,5 +1,8 @@
 //! Memory that a job works in: aligned to cache lines, kept by each thread between jobs.
 
+/// Bytes of a cache line.
+pub(super) const CACHE_LINE: usize = 64;
+
 /// One cache line.
 #[derive(Clone, Copy)]
 #[repr(align(64))]

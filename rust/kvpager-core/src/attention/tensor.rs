@@ -93,8 +93,34 @@ impl<const N: usize> Tensor<N> {
         Err(Error::invalid(format!("{name} has shape {:?}, expected {shape:?}", self.shape)))
     }
 
+    /// Refuses what must not be written: read-only memory, and views in which two elements may share memory.
     pub(super) fn require_writable(&self, name: &str) -> Result<()> {
-        if self.writable { Ok(()) } else { Err(Error::invalid(format!("{name} is read-only"))) }
+        if !self.writable {
+            return Err(Error::invalid(format!("{name} is read-only")));
+        }
+        if self.may_overlap_itself() {
+            return Err(Error::invalid(format!(
+                "{name} is written, but overlaps itself: shape {:?}, strides {:?} bytes",
+                self.shape, self.strides
+            )));
+        }
+        Ok(())
+    }
+
+    /// Whether two elements may share memory: some axis steps less far than what lies inside it reaches. Slices and
+    /// transposed views of an array never do.
+    fn may_overlap_itself(&self) -> bool {
+        let mut axes: [usize; N] = std::array::from_fn(|axis| axis);
+        axes.sort_unstable_by_key(|&axis| self.strides[axis].unsigned_abs());
+        let mut reach = self.dtype.size();
+        !self.shape.contains(&0)
+            && axes.into_iter().filter(|&axis| self.shape[axis] > 1).any(|axis| {
+                let stride = self.strides[axis].unsigned_abs();
+                let steps = self.shape[axis] - 1;
+                let overlaps = stride < reach;
+                reach = reach.saturating_add(stride.saturating_mul(steps));
+                overlaps
+            })
     }
 
     pub(super) fn require_dtype(&self, name: &str, allowed: &[Dtype]) -> Result<()> {
@@ -149,5 +175,48 @@ impl Int32Matrix {
         let offset = row as isize * self.strides[0] + column as isize * self.strides[1];
         // SAFETY: inside the shape, so readable and aligned by the promise of `from_raw`.
         Some(unsafe { self.data.cast::<u8>().wrapping_offset(offset).cast::<i32>().read_volatile() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn view(shape: [usize; 3], strides: [isize; 3]) -> Tensor<3> {
+        // SAFETY: only the layout is looked at.
+        unsafe { Tensor::from_raw(std::ptr::null_mut(), Dtype::F32, shape, strides, true) }
+    }
+
+    /// Whether two elements share a byte, by looking at all of them.
+    fn overlaps(shape: [usize; 3], strides: [isize; 3]) -> bool {
+        let mut starts = vec![];
+        for i in 0..shape[0] as isize {
+            for j in 0..shape[1] as isize {
+                starts
+                    .extend((0..shape[2] as isize).map(|k| i * strides[0] + j * strides[1] + k * strides[2]));
+            }
+        }
+        starts.sort_unstable();
+        starts.windows(2).any(|pair| pair[1] - pair[0] < 4)
+    }
+
+    #[test]
+    fn what_overlaps_itself_is_found_and_usual_views_are_not() {
+        for (shape, strides) in [
+            ([2, 3, 4], [48, 16, 4]),
+            ([2, 3, 4], [4, 8, 24]),
+            ([3, 2, 4], [-16, 48, 4]),
+            ([2, 3, 4], [96, 32, 8]),
+            ([1, 3, 4], [0, 16, 4]),
+            ([0, 3, 4], [0, 0, 0]),
+        ] {
+            assert!(!overlaps(shape, strides) && view(shape, strides).require_writable("out").is_ok());
+        }
+        for stride in -40..40 {
+            let (shape, strides) = ([3, 2, 4], [stride, 16, 4]);
+            let refused = view(shape, strides).require_writable("out").is_err();
+            assert!(refused || !overlaps(shape, strides), "{strides:?}");
+        }
+        assert!(view([3, 4, 2], [0, 8, 4]).require_writable("out").is_err());
     }
 }

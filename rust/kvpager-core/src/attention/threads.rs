@@ -85,7 +85,7 @@ impl Crew {
             std::mem::forget(std::mem::replace(self, Self::new()));
         }
         if workers < self.workers {
-            self.retire(workers);
+            self.retire();
         }
         while self.workers < workers {
             let (shared, index) = (Arc::clone(&self.shared), self.workers);
@@ -98,7 +98,7 @@ impl Crew {
     }
 
     /// Replaces the crew by an empty one whose old threads end by themselves.
-    fn retire(&mut self, _workers: usize) {
+    fn retire(&mut self) {
         lock(&self.shared.state).limit = 0;
         self.shared.start.notify_all();
         *self = Self::new();
@@ -205,10 +205,21 @@ impl ThreadPool {
         self.size.load(Ordering::Relaxed)
     }
 
-    /// Sets the size; takes effect at the next call.
+    /// Sets the size; takes effect at the next call. Threads beyond it end: at once, or after the call that they
+    /// are in.
     pub fn set_size(&self, size: usize) {
         // Relaxed: as in `size`.
         self.size.store(size.max(1), Ordering::Relaxed);
+        self.let_go();
+    }
+
+    /// Ends the threads if there are more than the size allows; those that it allows start again when needed. Does
+    /// nothing while a call uses them, which looks again when it is done.
+    fn let_go(&self) {
+        let Ok(mut crew) = self.crew.try_lock() else { return };
+        if crew.process == std::process::id() && crew.workers >= self.size() {
+            crew.retire();
+        }
     }
 
     /// Calls `job(i)` once for each `i` in `0..num_jobs`, on at most `size` threads, and returns when all are
@@ -228,6 +239,10 @@ impl ThreadPool {
                 crew.resize(size - 1);
                 if crew.workers > 0 {
                     crew.run(job, num_jobs);
+                    drop(crew);
+                    if self.size() < size {
+                        self.let_go();
+                    }
                     return;
                 }
             }
@@ -259,7 +274,7 @@ impl Drop for ThreadPool {
     fn drop(&mut self) {
         let crew = self.crew.get_mut().unwrap_or_else(PoisonError::into_inner);
         if crew.process == std::process::id() {
-            crew.retire(0);
+            crew.retire();
         }
     }
 }
@@ -299,6 +314,24 @@ mod tests {
             }
         });
         assert_eq!(total.load(Ordering::Relaxed), 4 * 200 * 5);
+    }
+
+    #[test]
+    fn threads_beyond_a_smaller_size_are_let_go_at_once_or_after_the_call_they_are_in() {
+        let pool = ThreadPool::new(4);
+        let workers = || lock(&pool.crew).workers;
+        pool.run(8, &|_| ());
+        assert_eq!(workers(), 3);
+        pool.set_size(3);
+        assert_eq!(workers(), 0);
+        pool.run(8, &|_| ());
+        assert_eq!(workers(), 2);
+        pool.run(8, &|index| {
+            if index == 0 {
+                pool.set_size(1);
+            }
+        });
+        assert_eq!(workers(), 0);
     }
 
     #[test]

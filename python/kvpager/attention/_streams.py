@@ -1,0 +1,34 @@
+"""The stream that device work of plans and tables goes to, as a context."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from kvpager.attention import kernels
+from kvpager.attention._device_arrays import stream_of
+from kvpager.errors import InvalidArgumentError
+
+__all__ = ["stream_context"]
+
+
+def stream_context(stream: Any, like: Any = None) -> Any:
+    """A stream made CuPy's current one.
+
+    Args:
+        stream: CuPy's or torch's; None: the current one of the library of `like`.
+        like: an array of that library; None: CuPy's.
+
+    Returns:
+        The context.
+
+    Raises:
+        InvalidArgumentError: what is given is no stream.
+    """
+    if stream is None:
+        return contextlib.nullcontext() if like is None else stream_of(like)
+    if hasattr(stream, "cuda_stream"):  # torch's
+        return kernels.load_cupy().cuda.Stream.from_external(stream)
+    if hasattr(stream, "__enter__") and hasattr(stream, "ptr"):
+        return stream
+    raise InvalidArgumentError(f"stream is a {type(stream).__name__}, expected a stream of CuPy or torch")
