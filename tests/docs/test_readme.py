@@ -12,10 +12,20 @@ import pytest
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
+def python_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
 def test_the_embedding_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    exec(compile(block, str(README), "exec"), {})
+    scheduling, _ = python_blocks()
+    exec(compile(scheduling, str(README), "exec"), {})
     assert capsys.readouterr().out == "1 length 0\n"
+
+
+def test_the_attention_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    _, attention = python_blocks()
+    exec(compile(attention, str(README), "exec"), {})
+    assert capsys.readouterr().out == "(3, 32, 128) 2.0\n"
 
 
 def test_every_command_of_the_readme_exists() -> None:

@@ -125,6 +125,55 @@ def _buffers(attention: Any) -> list[Any]:
     return found
 
 
+def _latent_case() -> Any:
+    """One KV head of 576 elements, of which 512 are also the value."""
+    case = make_case(
+        7, [(1, 40), (1, 17)], heads=16, kv_heads=1, dim=576, query_dtype="float16", kv_dtype="float16"
+    )
+    case.v_cache = case.k_cache[..., :512]
+    return case
+
+
+MORE_CASES: dict[str, Any] = {
+    "latent": _latent_case,
+    "8-bit": lambda: make_case(
+        8, [(1, 40), (6, 17)], heads=2, kv_heads=2, query_dtype="float16", kv_dtype="float8_e4m3fn"
+    ),
+    "head size 256": lambda: make_case(
+        9, [(1, 40), (6, 17)], heads=2, kv_heads=1, dim=256, query_dtype="float16", kv_dtype="float16"
+    ),
+}
+"""What the case of every fault lacks: other kernels, other widths."""
+
+
+@pytest.mark.parametrize("name", MORE_CASES)
+@pytest.mark.parametrize("flavour", ["address", "undefined", "thread"])
+def test_the_sanitizers_find_nothing_in_kernels_of_other_widths(name: str, flavour: str) -> None:
+    case = MORE_CASES[name]()
+    attention = case.call(emulator.Attention)
+    outcome = replay(attention.launches, _buffers(attention), flavour)
+    assert outcome.status == 0, outcome.report
+    expected, _, largest = case.call(attend)
+    assert error(attention.out, expected, largest) <= BOUNDS["float16"]
+
+
+@pytest.mark.parametrize("flavour", ["address", "undefined", "thread"])
+def test_the_sanitizers_find_nothing_in_appending(flavour: str) -> None:
+    from kvpager.attention._memory_launch import append_launches
+
+    rng = np.random.default_rng(1)
+    new = [rng.standard_normal((5, 2, 64)).astype(np.float16) for _ in range(2)]
+    caches = [np.zeros((3, 4, 2, 64), np.int8) for _ in range(2)]
+    scales = [np.zeros((3, 4, 2), np.float32) for _ in range(2)]
+    slots = np.array([3, -1, 11, 0, 7], np.int64)
+    views = [emulator.view(array) for array in (*new, *caches, slots)]
+    launches = append_launches(*views, k_scale=emulator.view(scales[0]), v_scale=emulator.view(scales[1]))
+    outcome = replay(launches, [*new, *caches, *scales, slots], flavour)
+    assert outcome.status == 0, outcome.report
+    expected = np.abs(new[1][[0, 2, 3, 4]].astype(np.float32)).max(-1) / np.float32(127)
+    np.testing.assert_array_equal(scales[1].reshape(12, 2)[slots[[0, 2, 3, 4]]], expected)
+
+
 @pytest.mark.parametrize("heads", [1, 8])
 @pytest.mark.parametrize("flavour", ["address", "undefined"])
 def test_the_sanitizers_find_nothing_in_the_kernels(heads: int, flavour: str) -> None:
