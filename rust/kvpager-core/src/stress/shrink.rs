@@ -23,8 +23,8 @@ const RUN_TIME: Duration = Duration::from_millis(40);
 const NUM_TRIES: usize = 4;
 /// Runs of the smallest history, to say how often it fails.
 const NUM_FINAL_RUNS: usize = 20;
-/// Times that a small history is done in order, and how long that may take at least.
-const MAX_REPEATS: usize = 4;
+/// Times over that a small history is done in order, and how long that may take at least.
+const REPEATS: [usize; 6] = [1, 2, 4, 16, 64, 256];
 const PROMOTION_TIME: Duration = Duration::from_secs(1);
 /// Last operations of a worker that are run again at once: more and more of them.
 const TAILS: [usize; 3] = [48, 384, 3072];
@@ -174,7 +174,7 @@ fn at_once<const F: u8>(round: Round, programs: &[Vec<Op>], until: Instant) -> O
     // Small as it is, it may fail in order too, done once or a few times over: then it is a proof.
     let until = until.max(Instant::now() + PROMOTION_TIME);
     let repeated =
-        (1..=MAX_REPEATS).find_map(|times| smallest_in_order::<F>(round, history.repeat(times), until));
+        REPEATS.iter().find_map(|times| smallest_in_order::<F>(round, history.repeat(*times), until));
     if repeated.is_some() {
         return repeated;
     }
