@@ -1010,6 +1010,9 @@ class Tenant:
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of those requests."""
     @property
+    def max_waiting(self) -> int | None:
+        """Requests of it that may wait at once, if it has a bound of its own."""
+    @property
     def max_running(self) -> int | None:
         """Running places of its own, if it is `strict`."""
     @property

@@ -17,7 +17,17 @@ __all__ = [
     "OverQuotaError",
     "RefusedError",
     "WrongStateError",
+    "describe",
 ]
+
+
+def describe(error: BaseException) -> str:
+    """Names an exception's class and text so that any text can be encoded, whatever its `__str__` does."""
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"(its text cannot be had: str() raises {type(broken).__name__})"
+    return f"{type(error).__name__}: {text}".encode("utf-8", "backslashreplace").decode()
 
 
 class KvPagerError(Exception):
@@ -81,13 +91,22 @@ class InvalidHandleError(KvPagerError, ValueError):
 
 
 class InvalidArgumentError(KvPagerError, ValueError):
-    """A value outside its range, a wrong shape or dtype, or input that cannot be read."""
+    """A value outside its range, a wrong shape or dtype, or input that cannot be read.
+
+    Attributes:
+        param: the argument that is wrong, where it is one.
+    """
+
+    def __init__(self, text: str = "", param: str | None = None) -> None:
+        super().__init__(text)
+        self.param = param
 
     def add_note(self, note: str, /) -> None:
         """Adds a note. The one by which the bindings name an argument becomes the beginning of the text."""
         name = note.removeprefix("while processing '")
         if name != note:
-            self.args = (f"{name.removesuffix(chr(39))} {self}",)
+            self.param = name.removesuffix("'")
+            self.args = (f"{self.param} {self}",)
         else:
             super().add_note(note)
 

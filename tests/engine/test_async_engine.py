@@ -102,6 +102,20 @@ def test_cancellation_at_any_await_frees_everything(served: AsyncEngine) -> None
     asyncio.run(main())
 
 
+def test_second_consumer_of_a_stream_is_told_and_the_first_goes_on() -> None:
+    async def main() -> None:
+        async with AsyncEngine(Engine(NullRunner(step_time=0.05), EngineConfig(num_blocks=64))) as engine:
+            stream = engine.generate([1], GenerationParams(max_tokens=4))
+            first = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            with pytest.raises(WrongStateError, match="it has one consumer"):
+                await anext(stream)
+            tokens = [*(await first).token_ids, *[token async for one in stream for token in one.token_ids]]
+            assert len(tokens) == 4
+
+    asyncio.run(main())
+
+
 def test_dropped_stream_is_aborted(served: AsyncEngine) -> None:
     async def main() -> None:
         stream = served.generate([1] * 30, GenerationParams(max_tokens=5000))
@@ -328,7 +342,7 @@ def test_shutdown_without_drain_tells_every_stream() -> None:
 
 def test_refusal_is_raised_at_the_call(served: AsyncEngine) -> None:
     async def main() -> None:
-        with pytest.raises(RefusedError, match="need 626 blocks of 16 tokens; the pool has 512"):
+        with pytest.raises(RefusedError, match="need 626 blocks of 16 tokens; tenant"):
             served.generate([1] * 10000, GenerationParams(max_tokens=2))
 
     asyncio.run(main())

@@ -125,6 +125,7 @@ def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
         (RuntimeError("out of memory"), "the model failed: RuntimeError: out of memory"),
         (np.zeros((1, 3), np.float32), r"float32 \[1, 3\]: float32 \[1, 16\] or integers \[1\] are needed"),
         (np.zeros((1, 16), np.float64), r"float64 \[1, 16\]"),
+        ([5], r"returned an object of type list: a NumPy array is needed, float32 \[1, 16\]"),
         (np.array([3, 4]), "2 tokens for 1 rows"),
         (np.array([16]), "token ids from 16 to 16: the vocabulary has 16"),
     ],
@@ -139,6 +140,55 @@ def test_failed_step_fails_its_requests_and_the_engine_goes_on(result: Any, mess
     assert len(list(engine.generate([1], GenerationParams(max_tokens=4)))) == 4
     assert idle(engine)
     assert engine.snapshot().failed_steps == 1
+
+
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("bad \ud800"), "ValueError: bad \\ud800"),
+        (SilentError(), "SilentError: (its text cannot be had: str() raises RuntimeError)"),
+    ],
+)
+def test_step_fails_with_its_reason_whatever_text_the_error_has(error: Exception, text: str) -> None:
+    engine, runner = logits_engine()
+    runner.result = error
+    (failed,) = engine.submit([1], GenerationParams(max_tokens=2))
+    engine.run()
+    assert failed.error == f"the model failed: {text}"
+    runner.result = None
+    (good,) = engine.submit([1], GenerationParams(max_tokens=2))
+    engine.run()
+    assert (good.error, len(good.token_ids), engine.state) == (None, 2, "running")
+    assert idle(engine)
+
+
+def test_runner_that_returns_nothing_is_told_so() -> None:
+    class Forgetful(NullRunner):
+        def run(self, _batch: Any, _sampled: Any, /) -> Any:
+            return None
+
+    engine = Engine(Forgetful(), EngineConfig(num_blocks=64))
+    with pytest.raises(GenerationError, match="the runner returned None: a NumPy array is needed"):
+        list(engine.generate([1]))
+
+
+def test_more_samples_than_the_queue_holds_are_refused_for_good() -> None:
+    small = Engine(NullRunner(), EngineConfig(num_blocks=64, max_waiting=3))
+    small.add_tenant("alice", max_waiting=2)
+    small.add_tenant("strict", isolation="strict", guaranteed=22, limit=22)
+    for tenant, bound in (("alice", 2), ("strict", 1)):
+        assert small.max_waiting(tenant) == bound
+        with pytest.raises(RefusedError, match=f"3 samples are asked for, {bound} may wait") as refused:
+            small.submit([1], GenerationParams(n=3), tenant=tenant)
+        assert not refused.value.retryable
+        small.submit([1], GenerationParams(n=bound), tenant=tenant)
+    small.run()
+    assert small.counters("alice").refused == 1
 
 
 def test_engine_that_keeps_failing_says_why_and_ends_what_waits() -> None:
@@ -196,8 +246,9 @@ def test_leaving_the_iterator_frees_the_blocks_at_the_next_step(engine: Engine) 
 
 def test_refusal_of_the_last_sample_takes_the_others_back(engine: Engine) -> None:
     small = Engine(NullRunner(), EngineConfig(num_blocks=64, max_waiting=3))
+    small.submit([1], GenerationParams(n=2))
     with pytest.raises(RefusedError, match="3 requests wait, the limit is 3") as refused:
-        small.submit([1], GenerationParams(n=5))
+        small.submit([1], GenerationParams(n=3))
     assert refused.value.retryable
     small.run()
     assert idle(small)

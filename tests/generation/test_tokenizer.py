@@ -37,6 +37,21 @@ def test_end_token_is_the_models(demo: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS)
+def test_bytes_of_the_tokens_are_the_texts_where_characters_are_split(demo: LoadedModel, text: str) -> None:
+    ids = demo.tokenizer.encode(text)
+    assert b"".join(map(demo.tokenizer.token_bytes, ids)) == text.encode()
+
+
+def test_tokens_that_fall_back_to_bytes_are_those_bytes() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<0xF0>": 0, "<0x9F>": 1, "é": 2}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    backend.decoder = tokenizers.decoders.ByteFallback()
+    tokenizer = Tokenizer(backend, chat_template=None, stop_token_ids=())
+    assert [tokenizer.token_bytes(token_id) for token_id in range(3)] == [b"\xf0", b"\x9f", "é".encode()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_decoding_gives_the_text_back(demo: LoadedModel, text: str) -> None:
     assert demo.tokenizer.decode(demo.tokenizer.encode(text)) == text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from pathlib import Path
 from typing import Any
@@ -41,39 +42,108 @@ WRONG: dict[str, tuple[str, Any, str | None, str]] = {
         CHAT,
         {"model": "null", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages",
-        "",
+        "parts of the type 'image_url' are not supported (images are not)",
     ),
     "n": (CHAT, {"model": "null", "messages": HELLO, "n": 1000}, "n", "less than or equal to 128"),
     "temperature": (CHAT, {"model": "null", "messages": HELLO, "temperature": -1}, "temperature", "0"),
-    "not a number": (CHAT, b'{"model":"null","messages":[],"temperature":NaN}', None, ""),
-    "tools": (CHAT, {"model": "null", "messages": HELLO, "tools": [{}]}, None, "tools are not supported"),
+    "not a number": (CHAT, b'{"model":"null","messages":[],"temperature":NaN}', "temperature", ""),
+    "tools": (CHAT, {"model": "null", "messages": HELLO, "tools": [{}]}, "tools", "tools are not supported"),
     "format": (
         CHAT,
         {"model": "null", "messages": HELLO, "response_format": {"type": "json_object"}},
-        None,
+        "response_format",
         "response_format 'json_object' is not supported",
     ),
-    "penalty": (CHAT, {"model": "null", "messages": HELLO, "presence_penalty": 1}, None, "presence_penalty"),
-    "top logprobs": (CHAT, {"model": "null", "messages": HELLO, "top_logprobs": 2}, None, "needs logprobs"),
-    "logprobs of tokens": (CHAT, {"model": "null", "messages": HELLO, "logprobs": True}, None, "no logprobs"),
+    "penalty": (
+        CHAT,
+        {"model": "null", "messages": HELLO, "presence_penalty": 1},
+        "presence_penalty",
+        "presence_penalty",
+    ),
+    "top logprobs": (
+        CHAT,
+        {"model": "null", "messages": HELLO, "top_logprobs": 2},
+        "top_logprobs",
+        "needs logprobs",
+    ),
+    "logprobs of tokens": (
+        CHAT,
+        {"model": "null", "messages": HELLO, "logprobs": True},
+        "logprobs",
+        "no logprobs",
+    ),
     "stream options": (
         CHAT,
         {"model": "null", "messages": HELLO, "stream_options": {"include_usage": True}},
-        None,
+        "stream_options",
         "stream_options needs stream",
     ),
     "salt": (CHAT, {"model": "null", "messages": HELLO, "cache_salt": ""}, "cache_salt", "at least 1"),
-    "empty stop": (CHAT, {"model": "null", "messages": HELLO, "stop": [""]}, None, "stop has an empty text"),
-    "no prompt": ("/v1/completions", {"model": "null", "prompt": []}, None, "prompt is empty"),
-    "empty prompt": ("/v1/completions", {"model": "null", "prompt": ""}, None, "empty"),
-    "wrong id": ("/v1/completions", {"model": "null", "prompt": [32000]}, None, "outside the vocabulary"),
+    "empty stop": (
+        CHAT,
+        {"model": "null", "messages": HELLO, "stop": [""]},
+        "stop",
+        "stop has an empty text",
+    ),
+    "no prompt": ("/v1/completions", {"model": "null", "prompt": []}, "prompt", "prompt is empty"),
+    "empty prompt": ("/v1/completions", {"model": "null", "prompt": ""}, "prompt", "empty"),
+    "wrong id": ("/v1/completions", {"model": "null", "prompt": [32000]}, "prompt", "outside the vocabulary"),
     "echo": (
         "/v1/completions",
         {"model": "null", "prompt": "a", "echo": True},
-        None,
+        "echo",
         "echo is not supported",
     ),
-    "best of": ("/v1/completions", {"model": "null", "prompt": "a", "best_of": 4}, None, "best_of is 4"),
+    "best of": ("/v1/completions", {"model": "null", "prompt": "a", "best_of": 4}, "best_of", "best_of is 4"),
+    "empty prompt of a list": (
+        "/v1/completions",
+        {"model": "null", "prompt": ["a", ""]},
+        "prompt",
+        "empty",
+    ),
+    "huge maximum": (CHAT, {"model": "null", "messages": HELLO, "max_tokens": 2**70}, "max_tokens", ""),
+    "minimum above maximum": (
+        "/v1/completions",
+        {"model": "null", "prompt": "a", "max_tokens": 2, "min_tokens": 3},
+        "min_tokens",
+        "min_tokens is 3",
+    ),
+    "many stops": ("/v1/completions", {"model": "null", "prompt": "a", "stop": ["x"] * 20}, "stop", "20"),
+    "suffix": ("/v1/completions", {"model": "null", "prompt": "a", "suffix": "b"}, "suffix", "suffix is"),
+    "logit bias": (CHAT, {"model": "null", "messages": HELLO, "logit_bias": {"1": 1}}, "logit_bias", "bias"),
+    "beams": (CHAT, {"model": "null", "messages": HELLO, "use_beam_search": True}, "use_beam_search", "beam"),
+    "long prompt": ("/v1/completions", {"model": "null", "prompt": "a" * 40_000}, "prompt", "40000 prompt"),
+    "long answer": (CHAT, {"model": "null", "messages": HELLO, "max_tokens": 40_000}, "max_tokens", "40000"),
+    "long message": (
+        CHAT,
+        {"model": "null", "messages": [{"role": "user", "content": "a" * 40_000}]},
+        "messages",
+        "prompt tokens",
+    ),
+    "functions": (
+        CHAT,
+        {"model": "null", "messages": HELLO, "functions": [{}]},
+        "functions",
+        "functions are",
+    ),
+    "tool choice": (
+        CHAT,
+        {"model": "null", "messages": HELLO, "tool_choice": "auto"},
+        "tool_choice",
+        "tool_choice is not supported",
+    ),
+    "tool calls": (
+        CHAT,
+        {"model": "null", "messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]},
+        "messages",
+        "tool_calls of a message",
+    ),
+    "tool message": (
+        CHAT,
+        {"model": "null", "messages": [*HELLO, {"role": "tool", "content": "3"}]},
+        "messages",
+        "messages of the role 'tool'",
+    ),
 }
 
 
@@ -84,8 +154,7 @@ def test_wrong_fields_are_400_and_named(
     error = error_of(server.post(path, body), 400)
     assert error["type"] == "invalid_request_error"
     assert message in error["message"]
-    if param is not None:
-        assert error["param"] == param
+    assert error["param"] == param
 
 
 def test_paths_and_methods_that_are_not_there_have_the_shape_too(server: Running) -> None:
@@ -110,6 +179,9 @@ def test_anonymous_tenant_may_be_turned_on_and_a_wrong_key_is_not_anonymous() ->
     with running_server(table=two_tenants(anonymous=True)) as server:
         assert server.get("/v1/models", key=None).status_code == 200
         assert server.get("/v1/models", key="wrong").status_code == 401
+        for header in ("Basic abc", "", "Bearer"):
+            response = httpx.get(server.url + "/v1/models", headers={"Authorization": header})
+            assert error_of(response, 401)["message"] == "no API key was given"
         server.post("/v1/completions", {"model": "null", "prompt": "a"}, key=None)
         assert server.engine.snapshot().tenants["anonymous"].submitted == 1
 
@@ -126,6 +198,47 @@ def test_long_bodies_are_413_whether_their_length_is_told_or_not() -> None:
         headers = {"Authorization": f"Bearer {ALICE}"}
         error_of(httpx.post(server.url + CHAT, headers=headers, content=chunks()), 413)
         assert server.get("/v1/models").status_code == 200
+
+
+def test_client_that_leaves_in_its_body_leaves_nothing_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_server(settings={"max_body_bytes": 10_000}) as server:
+        monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)  # to where caplog listens
+        port = int(server.url.rsplit(":", 1)[1])
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {ALICE}\r\n"
+        for rest in ("Content-Length: 100\r\n\r\nabc", "Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"):
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+                connection.sendall((head + rest).encode())
+        long = head + "Transfer-Encoding: chunked\r\n\r\n4e20\r\n" + "x" * 20_000
+        assert raw(server, long.encode()).startswith(b"HTTP/1.1 413")
+        assert server.get("/v1/models").status_code == 200
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_more_than_the_queue_ever_holds_is_400_on_an_idle_server() -> None:
+    with running_server(table=two_tenants(max_waiting=2), max_waiting=3) as server:
+        for key, bound in ((ALICE, 2), (BOB, 3)):
+            body = {"model": "null", "prompt": "a", "n": bound + 1, "max_tokens": 1}
+            error = error_of(server.post("/v1/completions", body, key=key), 400)
+            text = f"{bound + 1} samples are asked for, at most {bound} may wait at once"
+            assert (error["message"], error["param"]) == (text, "n")
+            body = {"model": "null", "prompt": ["a"] * (bound + 1), "max_tokens": 1}
+            error = error_of(server.post("/v1/completions", body, key=key), 400)
+            assert (error["message"], error["param"]) == (text, "prompt")
+            body = {"model": "null", "prompt": "a", "n": bound, "max_tokens": 1}
+            assert server.post("/v1/completions", body, key=key).status_code == 200
+        server.wait_until_idle()
+
+
+def test_request_that_never_fits_tells_what_the_tenant_may_have_and_not_the_pool() -> None:
+    with running_server(table=two_tenants(limit=10)) as server:
+        error = error_of(
+            server.post("/v1/completions", {"model": "null", "prompt": "a", "max_tokens": 200}), 400
+        )
+        assert error["param"] == "max_tokens"
+        assert 'need 13 blocks of 16 tokens; tenant "alice" may have 10' in error["message"]
+        assert "2048" not in error["message"]
 
 
 def raw(server: Running, data: bytes) -> bytes:
@@ -163,6 +276,7 @@ def test_tenant_sees_its_own_numbers_and_nothing_of_others() -> None:
         after = server.get("/stats").json()
         assert {**before, "time": 0} == {**after, "time": 0}
         assert after["tenants"] == []
+        assert "cached" not in after["blocks"], "others' demand evicts them"
         server.post("/v1/completions", {"model": "null", "prompt": "a" * 50, "max_tokens": 9})
         own = server.get("/stats").json()
         assert (own["view"], own["requests"], own["generation_tokens"]) == ("tenant", 1, 9)

@@ -188,6 +188,8 @@ def test_chat_logprobs_name_every_token(stream: bool) -> None:
         assert all(-0.8 < entry.logprob < -0.7 for entry in entries)
         assert all(len(entry.top_logprobs) == 2 for entry in entries)
         assert entries[0].top_logprobs[0].token == "h"
+        assert b"".join(bytes(entry.bytes or ()) for entry in entries) == "héllo".encode()
+        assert all(choice.logprobs.content for choice in choices if choice.logprobs)
         text = "".join(
             (choice.delta.content if stream else choice.message.content) or "" for choice in choices
         )
@@ -211,6 +213,20 @@ def test_completion_logprobs_have_offsets() -> None:
         assert [offset for each in streamed if each for offset in each.text_offset or ()] == [0, 1, 2]
 
 
+def test_alternatives_that_are_parts_of_characters_keep_names_of_their_own() -> None:
+    with running_server(runner=TextRunner("é")) as server:
+        done = server.client().completions.create(
+            model="null", prompt="x", max_tokens=2, temperature=0, logprobs=3
+        )
+        logprobs = done.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.tokens == ["bytes:\\xc3", "bytes:\\xa9"]
+        assert [set(top) for top in logprobs.top_logprobs or ()] == [
+            {"bytes:\\xc2", "bytes:\\xc3", "bytes:\\xc4"},
+            {"bytes:\\xa8", "bytes:\\xa9", "bytes:\\xaa"},
+        ]
+
+
 def test_seed_makes_an_answer_repeatable_and_samples_of_one_request_differ() -> None:
     with running_server(runner=TextRunner("abcdefghijkl")) as server:
 
@@ -232,9 +248,19 @@ def test_fields_that_nobody_knows_are_ignored_and_nulls_are_not_given(server: Ru
         messages=MESSAGES,
         max_tokens=2,
         user="somebody",
-        extra_body={"use_beam_search": False, "seed": None, "stop": None, "ignore_eos": True},
+        extra_body={
+            "use_beam_search": False,
+            "seed": None,
+            "stop": None,
+            "ignore_eos": True,
+            "tool_choice": "none",
+        },
     )
     assert done.choices[0].finish_reason == "length"
+    body = {"model": "null", "messages": MESSAGES, "max_tokens": 1, "stream": True}
+    answer = server.post("/v1/chat/completions", {**body, "stream_options": {"include_usage": None}})
+    assert answer.status_code == 200
+    assert '"usage"' not in answer.text
 
 
 def test_answer_without_a_maximum_has_the_servers() -> None:
@@ -250,7 +276,7 @@ def test_answer_without_a_maximum_has_the_servers() -> None:
 
 def test_request_that_can_never_fit_is_400_with_the_numbers(server: Running) -> None:
     with pytest.raises(
-        openai.BadRequestError, match="need 2063 blocks of 16 tokens; the pool has 2048"
+        openai.BadRequestError, match='need 2063 blocks of 16 tokens; tenant "alice" may have 2048'
     ) as caught:
         server.client().completions.create(model="null", prompt="x", max_tokens=33000)
     assert caught.value.code == "context_length_exceeded"
@@ -285,8 +311,9 @@ def test_full_queue_is_429_and_says_nothing_of_others() -> None:
             client.completions.create(model="null", prompt="x", max_tokens=50, stream=True) for _ in range(3)
         ]
         with pytest.raises(openai.RateLimitError) as caught:
-            server.client(BOB).completions.create(model="null", prompt="x", n=3)
-        assert caught.value.body["message"] == "too many requests are waiting: try again in 1 s"  # type: ignore
+            server.client(BOB).completions.create(model="null", prompt="x")
+        text = "too many requests are waiting, 0 of them yours: try again in 1 s"
+        assert caught.value.body["message"] == text  # type: ignore
         for stream in kept:
             stream.close()
         server.wait_until_idle()
@@ -308,7 +335,7 @@ def test_full_queue_of_a_tenant_is_429_for_that_tenant() -> None:
         kept = [
             client.completions.create(model="null", prompt="x", max_tokens=50, stream=True) for _ in range(2)
         ]
-        with pytest.raises(openai.RateLimitError, match="try again in"):
+        with pytest.raises(openai.RateLimitError, match="1 of them yours: your limit is 1: try again in"):
             client.completions.create(model="null", prompt="x")
         other = server.client(BOB).completions.create(model="null", prompt="x", stream=True)
         for stream in (*kept, other):

@@ -25,6 +25,7 @@ from kvpager.engine.counters import EngineSnapshot
 from kvpager.engine.engine import DEFAULT_TENANT, Engine
 from kvpager.engine.generation import Generation
 from kvpager.engine.output import GenerationOutput, OutputReader
+from kvpager.errors import WrongStateError, describe
 
 __all__ = ["AsyncEngine", "GenerationStream"]
 
@@ -174,7 +175,7 @@ class AsyncEngine:
                     self._wake.clear()
             engine.close()
         except BaseException as error:  # a fault of the engine itself: everybody is told, nobody waits
-            engine.fail(f"the engine's thread ended: {type(error).__name__}: {error}")
+            engine.fail(f"the engine's thread ended: {describe(error)}")
             raise
 
 
@@ -234,7 +235,10 @@ class GenerationStream:
         Raises:
             GenerationError: the request failed.
             StopAsyncIteration: every sample has ended.
+            WrongStateError: another task waits for the next output; the stream goes on for that one.
         """
+        if self._waiter is not None:
+            raise WrongStateError("another task waits for this stream's next output: it has one consumer")
         try:
             while True:
                 if (output := self._take()) is not None:
@@ -243,8 +247,10 @@ class GenerationStream:
                     raise StopAsyncIteration
                 self._waiter = self._loop.create_future()
                 self.listener.waiting = self
-                await self._waiter
-                self.listener.waiting = None
+                try:
+                    await self._waiter
+                finally:
+                    self._waiter = self.listener.waiting = None
         except BaseException:
             self.close()
             raise

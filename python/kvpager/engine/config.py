@@ -114,23 +114,25 @@ class GenerationParams:
     def __post_init__(self) -> None:
         problems = []
         if self.max_tokens < 1:
-            problems.append(f"max_tokens is {self.max_tokens}, at least 1 is needed")
+            problems.append(("max_tokens", f"max_tokens is {self.max_tokens}, at least 1 is needed"))
         if not 0 <= self.min_tokens <= self.max_tokens:
-            problems.append(
-                f"min_tokens is {self.min_tokens}, from 0 to max_tokens {self.max_tokens} is needed"
-            )
+            text = f"min_tokens is {self.min_tokens}, from 0 to max_tokens {self.max_tokens} is needed"
+            problems.append(("min_tokens", text))
         if not 1 <= self.n <= MAX_SAMPLES:
-            problems.append(f"n is {self.n}, from 1 to {MAX_SAMPLES} is needed")
+            problems.append(("n", f"n is {self.n}, from 1 to {MAX_SAMPLES} is needed"))
         if "" in self.stop:
-            problems.append("stop has an empty text")
+            problems.append(("stop", "stop has an empty text"))
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            problems.append(f"logprobs is {self.logprobs}, from 0 to {MAX_LOGPROBS} is needed")
+            text = f"logprobs is {self.logprobs}, from 0 to {MAX_LOGPROBS} is needed"
+            problems.append(("logprobs", text))
         if self.deadline is not None and not 0.0 < self.deadline < float("inf"):
-            problems.append(f"deadline is {self.deadline}, above 0 seconds is needed")
+            problems.append(("deadline", f"deadline is {self.deadline}, above 0 seconds is needed"))
         if self.beam_width is not None:
-            problems += self._beam_problems(self.beam_width)
+            problems += [("beam_width", text) for text in self._beam_problems(self.beam_width)]
         if problems:
-            raise InvalidArgumentError("generation: " + "; ".join(problems))
+            names = {name for name, _ in problems}
+            text = "generation: " + "; ".join(text for _, text in problems)
+            raise InvalidArgumentError(text, param=names.pop() if len(names) == 1 else None)
 
     def _beam_problems(self, width: int) -> list[str]:
         problems = []
@@ -150,6 +152,11 @@ class GenerationParams:
     def num_sequences(self) -> int:
         """Sequences that run for it at once."""
         return self.n if self.beam_width is None else self.beam_width
+
+    @property
+    def num_waiting(self) -> int:
+        """Places in the queue that it takes: one for each sample, one for all beams."""
+        return self.n if self.beam_width is None else 1
 
 
 def blocks_needed(prompt_tokens: int, max_tokens: int, block_size: int) -> int:

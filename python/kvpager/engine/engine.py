@@ -25,6 +25,7 @@ from kvpager.engine.open_steps import ModelThread, OpenStep
 from kvpager.engine.output import GenerationOutput, OutputReader
 from kvpager.engine.registry import DEFAULT_TENANT, Registry
 from kvpager.engine.text import TextTokenizer
+from kvpager.errors import describe
 
 __all__ = ["DEFAULT_TENANT", "Engine"]
 
@@ -195,8 +196,8 @@ class Engine:
             InvalidArgumentError: an unknown tenant, an empty prompt, ids outside the vocabulary, a text
                 without a tokenizer, logprobs that the runner cannot give, beams without logits or under
                 another policy than `reserve`.
-            RefusedError: it can never fit the pool, the tenant's limit or the model's positions; or too many
-                wait (`retryable`). Nothing was accepted.
+            RefusedError: it can never fit the pool, the tenant's limit, the queue or the model's positions;
+                or too many wait (`retryable`). Nothing was accepted.
             WrongStateError: the engine is draining, has stopped, has failed, or is of another process.
         """
         try:
@@ -238,6 +239,14 @@ class Engine:
             tenants=self._registry.counters,
             failed_steps=self._failed_steps,
         )
+
+    def max_waiting(self, tenant: str) -> int:
+        """Samples that a tenant may have waiting at once, by its own bound and the engine's.
+
+        Raises:
+            InvalidArgumentError: there is no such tenant.
+        """
+        return self._registry.max_waiting(self._registry.tenant(tenant))
 
     def counters(self, tenant: str) -> TenantCounters:
         """The counts of one tenant, which go on changing. From any thread."""
@@ -392,7 +401,7 @@ class Engine:
     def _step_failed(self, error: Exception) -> None:
         self._failures_in_a_row += 1
         self._failed_steps += 1
-        text = f"the model failed: {type(error).__name__}: {error}"
+        text = f"the model failed: {describe(error)}"
         self._give_up(text, fail=True)
         if isinstance(error, RunnerLostError) or self._failures_in_a_row >= self.config.max_failures:
             self.fail(f"{text} ({self._failures_in_a_row} steps in a row)")

@@ -33,6 +33,10 @@ class ByteTokenizer:
         """Returns the text; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(map(_byte, token_ids)).decode("utf-8", "replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the token's one byte, or none."""
+        return _byte(token_id)
+
     def new_decode_stream(self) -> Callable[[int], str]:
         """Returns a function from one id to the text that it completes."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -103,6 +103,7 @@ class Registry:
         self.check_open()
         self._check_params(params)
         handle = self.tenant(tenant)
+        self._check_queue(handle, params)
         ids = self._prompt_ids(prompt)
         end_ids = self._end_token_ids(params)
         generations: list[Generation] = []
@@ -119,6 +120,20 @@ class Registry:
                 self.abort(generation)
             raise
         return generations
+
+    def max_waiting(self, tenant: Tenant) -> int:
+        """Requests of a tenant that may wait at once, by its own bound and the engine's."""
+        own = tenant.max_waiting
+        return self._config.max_waiting if own is None else min(own, self._config.max_waiting)
+
+    def _check_queue(self, tenant: Tenant, params: GenerationParams) -> None:
+        """Refuses for good what would not even fit an empty queue."""
+        bound = self.max_waiting(tenant)
+        if params.num_waiting > bound:
+            self.note_refused(tenant.name)
+            raise RefusedError(
+                f"refused: {params.num_waiting} samples are asked for, {bound} may wait at once"
+            )
 
     def note_refused(self, tenant: str) -> None:
         """Counts a request that was not accepted."""
@@ -171,24 +186,32 @@ class Registry:
 
     def _check_params(self, params: GenerationParams) -> None:
         if params.stop and self._tokenizer is None:
-            raise InvalidArgumentError("stop texts need an engine with a tokenizer: give stop_token_ids")
+            raise InvalidArgumentError(
+                "stop texts need an engine with a tokenizer: give stop_token_ids", param="stop"
+            )
         if params.logprobs is not None and not self._runner.gives_logits:
-            raise InvalidArgumentError("this model runner returns tokens, not logits: it has no logprobs")
+            raise InvalidArgumentError(
+                "this model runner returns tokens, not logits: it has no logprobs", param="logprobs"
+            )
         if params.beam_width is not None:
             self._check_beams(params.beam_width, len(self._end_token_ids(params)))
 
     def _check_beams(self, width: int, num_ends: int) -> None:
         if not self._runner.gives_logits:
-            raise InvalidArgumentError("this model runner returns tokens, not logits: it has no beam search")
+            raise InvalidArgumentError(
+                "this model runner returns tokens, not logits: it has no beam search", param="beam_width"
+            )
         if self._config.policy != "reserve":
             raise InvalidArgumentError(
                 f"a beam search needs the policy 'reserve', this engine has {self._config.policy!r}: beams "
-                "go on together, and each must be promised its blocks"
+                "go on together, and each must be promised its blocks",
+                param="beam_width",
             )
         if width + num_ends > self._runner.vocab_size:
             raise InvalidArgumentError(
                 f"beam_width is {width} and {num_ends} tokens end an answer: more than the vocabulary of "
-                f"{self._runner.vocab_size}"
+                f"{self._runner.vocab_size}",
+                param="beam_width",
             )
 
     def tenant(self, name: str) -> Tenant:
@@ -212,14 +235,18 @@ class Registry:
     ) -> npt.NDArray[np.uint32]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
-                raise InvalidArgumentError("a text prompt needs an engine with a tokenizer: give token ids")
+                raise InvalidArgumentError(
+                    "a text prompt needs an engine with a tokenizer: give token ids", param="prompt"
+                )
             prompt = self._tokenizer.encode(prompt)
         ids = np.ascontiguousarray(prompt, dtype=np.int64)
+        if not ids.size:
+            raise InvalidArgumentError("the prompt is empty: 0 tokens, at least 1 is needed", param="prompt")
         vocab_size = self._runner.vocab_size
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
             raise InvalidArgumentError(
-                f"token id {wrong} of the prompt is outside the vocabulary of {vocab_size}"
+                f"token id {wrong} of the prompt is outside the vocabulary of {vocab_size}", param="prompt"
             )
         return ids.astype(np.uint32)
 

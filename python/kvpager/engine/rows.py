@@ -29,8 +29,13 @@ def choose_tokens(
         Tokens [R], and the generations whose logits are not finite (their token is 0).
 
     Raises:
-        InvalidArgumentError: the runner returned another shape or dtype, or ids out of range.
+        InvalidArgumentError: the runner returned no array, another shape or dtype, or ids out of range.
     """
+    if not isinstance(result, np.ndarray):
+        raise InvalidArgumentError(
+            f"the runner returned {_kind(result)}: a NumPy array is needed, float32 "
+            f"[{len(sampled)}, {vocab_size}] or integers [{len(sampled)}]"
+        )
     if result.ndim == 1 and np.issubdtype(result.dtype, np.integer):
         return _checked_ids(result, len(sampled), vocab_size), []
     if result.shape != (len(sampled), vocab_size) or result.dtype != np.float32:
@@ -53,6 +58,10 @@ def choose_tokens(
                 TokenLogprobs(*log_probabilities(result[row], int(tokens[row]), num_top))
             )
     return np.maximum(tokens, 0), broken
+
+
+def _kind(result: object) -> str:
+    return "None" if result is None else f"an object of type {type(result).__name__}"
 
 
 def _checked_ids(result: npt.NDArray[Any], count: int, vocab_size: int) -> npt.NDArray[np.int32]:

@@ -6,6 +6,7 @@ one `Tokenizer`, which also knows the model's chat template and the tokens that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,20 @@ __all__ = ["Tokenizer"]
 _CONTROL_TOKEN = 3
 """GGUF token type of special tokens, which are matched as a whole before anything else."""
 _USER_DEFINED_TOKEN = 4
+_FALLBACK_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte of each character of a byte-level vocabulary.
+
+    Latin-1's printable characters stand for themselves; the other bytes follow in order from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_level_alphabet()
 
 
 class Tokenizer:
@@ -89,6 +104,21 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of the ids, without special tokens; bytes that are no UTF-8 become U+FFFD."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes of one token's text, which may be a part of a character.
+
+        Such a token is written `<0xF0>` in a vocabulary with byte fallback, and in a byte-level one with a
+        printable character for each byte.
+        """
+        text = self.decode([token_id])
+        if "\ufffd" not in text:
+            return text.encode()
+        token = str(self._backend.id_to_token(token_id))
+        if match := _FALLBACK_BYTE.fullmatch(token):
+            return bytes.fromhex(match[1])
+        is_byte_level = all(character in _BYTE_OF for character in token)
+        return bytes(_BYTE_OF[character] for character in token) if is_byte_level else text.encode()
 
     def new_decode_stream(self) -> Callable[[int], str]:
         """Returns a function that takes one id after the other and returns the text completed by each."""

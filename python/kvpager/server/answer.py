@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from kvpager.engine import GenerationOutput, GenerationStream, TextTokenizer, TokenLogprobs
+from kvpager.engine import GenerationOutput, GenerationStream, TokenLogprobs
+from kvpager.server.settings import ChatTokenizer
 
 __all__ = ["AnswerFormat", "Choice", "usage_of"]
 
@@ -47,7 +48,7 @@ class AnswerFormat:
     The id is random: one that counts would tell a client how many requests others send.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, model: str, *, is_chat: bool) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, model: str, *, is_chat: bool) -> None:
         """Makes an id and notes the time."""
         self._tokenizer = tokenizer
         self._is_chat = is_chat
@@ -79,7 +80,7 @@ class AnswerFormat:
     def chunk(self, index: int, output: GenerationOutput, text_offset: int) -> bytes:
         """A chunk with what is new of a sample."""
         logprobs = b"null"
-        if output.logprobs is not None:
+        if output.logprobs:  # an end without a token has an empty list
             logprobs = _to_json(self._logprobs(output.token_ids, output.logprobs, text_offset))
         reason = b"null" if output.finish_reason is None else b'"%s"' % output.finish_reason.encode()
         return b"".join(
@@ -123,17 +124,30 @@ class AnswerFormat:
         texts = [self._tokenizer.decode([token_id]) for token_id in token_ids]
         offsets = [text_offset + sum(map(len, texts[:place])) for place in range(len(texts))]
         return {
-            "tokens": texts,
+            "tokens": [self._name(token_id) for token_id in token_ids],
             "token_logprobs": [each.logprob for each in logprobs],
-            "top_logprobs": [
-                {self._tokenizer.decode([other]): logprob for other, logprob in each.top} for each in logprobs
-            ],
+            "top_logprobs": [self._top(each) for each in logprobs],
             "text_offset": offsets,
         }
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self._tokenizer.decode([token_id])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+        return {"token": text, "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token_id))}
+
+    def _name(self, token_id: int) -> str:
+        """A token's text, or its bytes if they are a part of a character: U+FFFD would stand for many."""
+        text = self._tokenizer.decode([token_id])
+        if "\ufffd" not in text:
+            return text
+        own = self._tokenizer.token_bytes(token_id)
+        return text if own == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
+    def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
+        """Alternatives by name; of tokens with one name the most likely, which comes first."""
+        top: dict[str, float] = {}
+        for token_id, logprob in logprobs.top:
+            top.setdefault(self._name(token_id), logprob)
+        return top
 
 
 def usage_of(streams: Sequence[GenerationStream]) -> dict[str, Any]:

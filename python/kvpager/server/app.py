@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from kvpager.engine import AsyncEngine
 from kvpager.server.answer import AnswerFormat
 from kvpager.server.errors import ApiError, add_error_handlers
-from kvpager.server.generate import Job, answer
+from kvpager.server.generate import Job, answer, token_room
 from kvpager.server.limits import RequestLimits
 from kvpager.server.metrics import metrics_text
 from kvpager.server.page import page_html
@@ -115,7 +115,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, settings: ServerSettings)
             settings.request_timeout,
         )
         answer_format = AnswerFormat(settings.tokenizer, settings.model_name, is_chat=True)
-        job = Job(tenant, [ids], params, answer_format, wanted.stream, wanted.includes_usage)
+        job = Job(tenant, [ids], params, answer_format, wanted.stream, wanted.includes_usage, "messages")
         return await answer(engine, settings, request, job)
 
 
@@ -149,14 +149,17 @@ def _add_operator(app: FastAPI, engine: AsyncEngine, settings: ServerSettings, *
 
 
 def _key_of(headers: Mapping[str, str]) -> str | None:
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" and key.strip() else None
+    """The key that was given; None without the header, and "" if that holds no key: nobody's."""
+    if (header := headers.get("authorization")) is None:
+        return None
+    scheme, _, key = header.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _tenant_of(request: Request, settings: ServerSettings) -> str:
     key = _key_of(request.headers)
     if (tenant := settings.tenants.tenant_of(key)) is None:
-        text = "no API key was given" if key is None else "the API key is not known"
+        text = "the API key is not known" if key else "no API key was given"
         raise ApiError(401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
     return tenant
 
@@ -171,7 +174,5 @@ def _default_max_tokens(
     engine: AsyncEngine, settings: ServerSettings, tenant: str, prompt_tokens: int, min_tokens: int
 ) -> int:
     """Tokens of an answer that names no maximum: the setting, or what model and tenant have room for."""
-    config = engine.engine.config
-    limit = settings.tenants.tenants[tenant].limit or config.num_blocks
-    room = min(engine.engine.max_model_tokens, min(limit, config.num_blocks) * config.block_size)
+    room = token_room(engine, settings, tenant)
     return max(1, min_tokens, min(settings.default_max_tokens, room - prompt_tokens))

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvpager.engine import TenantCounters
-from kvpager.errors import GenerationError, InvalidArgumentError, RefusedError, WrongStateError
+from kvpager.errors import GenerationError, InvalidArgumentError, WrongStateError
 
 __all__ = ["ApiError", "add_error_handlers", "error_body", "retry_after"]
 
@@ -24,6 +24,10 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+
+
+_FIELDS = {"beam_width": "use_beam_search"}
+"""Fields of a request that the engine has another name for."""
 
 
 class ApiError(Exception):
@@ -93,7 +97,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(InvalidArgumentError)
     async def invalid(_request: Request, error: InvalidArgumentError) -> JSONResponse:
-        return JSONResponse(error_body(400, str(error)), 400)
+        param = None if error.param is None else _FIELDS.get(error.param, error.param)
+        return JSONResponse(error_body(400, str(error), param=param), 400)
 
     @app.exception_handler(WrongStateError)
     async def unavailable(_request: Request, error: WrongStateError) -> JSONResponse:
@@ -109,14 +114,6 @@ def add_error_handlers(app: FastAPI) -> None:
         return JSONResponse(
             error_body(error.status_code, str(error.detail)), error.status_code, error.headers
         )
-
-
-def refusal(error: RefusedError, counters: TenantCounters) -> ApiError:
-    """The answer to a refused request: 400 with the numbers if it can never fit, else 429."""
-    if not error.retryable:
-        text = str(error).removeprefix("refused: ")
-        return ApiError(400, text, code="context_length_exceeded", param="max_tokens")
-    return too_many("too many requests are waiting", counters, error.retry_after_steps)
 
 
 def too_many(text: str, counters: TenantCounters, steps: int | None = None) -> ApiError:

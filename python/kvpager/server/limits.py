@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -53,6 +54,8 @@ class RequestLimits:
 
         try:
             await self._app(scope, limited, guarded)
+        except ClientDisconnect:  # there is nobody to answer, and nothing for the log
+            pass
         finally:
             if is_over:
                 await self._refuse(send)

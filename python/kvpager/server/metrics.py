@@ -63,7 +63,12 @@ class _SnapshotCollector(Collector):
             "Share of the blocks that are held, reserved or quarantined; 1 is all. Cached ones do not count.",
             committed / pool.capacity,
         )
-        blocks = GaugeMetricFamily(_PREFIX + "kv_blocks", "Blocks by state.", labels=["model_name", "state"])
+        blocks = GaugeMetricFamily(
+            _PREFIX + "kv_blocks",
+            "Blocks by state. Held, cached, free and quarantined add up to the capacity; reserved ones are "
+            "promised out of the free and the cached.",
+            labels=["model_name", "state"],
+        )
         for state in ("held", "cached", "free", "reserved", "quarantined"):
             blocks.add_metric([self._model, state], getattr(pool, state))
         yield blocks

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvpager.engine import GenerationParams, SamplingParams
 from kvpager.engine.config import MAX_LOGPROBS, MAX_SAMPLES
@@ -17,13 +19,26 @@ __all__ = ["ChatRequest", "CompletionRequest", "StreamOptions", "parse_request"]
 _MAX_STOPS = 16
 _R = TypeVar("_R", bound="_Request")
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_NumTokens = Annotated[int, Field(ge=1, lt=2**32)]
+
+
+def _wrong(param: str, text: str) -> PydanticCustomError:
+    """What a validator raises that looks at several fields and knows which one is wrong."""
+    return PydanticCustomError("wrong_field", "{text}", {"param": param, "text": text})
+
+
+def _refuse(unsupported: Mapping[str, bool]) -> None:
+    """Refuses fields by name that would change the answer if they were known."""
+    for name, is_used in unsupported.items():
+        if is_used:
+            raise _wrong(name, f"{name} is not supported: leave it out")
 
 
 class StreamOptions(BaseModel):
     """`stream_options` of a request."""
 
     model_config = ConfigDict(extra="ignore")
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class _Request(BaseModel):
@@ -44,7 +59,7 @@ class _Request(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[_TokenId] = Field(default_factory=list)
     ignore_eos: bool = False
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: int = Field(0, ge=0, lt=2**32)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     best_of: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     use_beam_search: bool = False
@@ -68,39 +83,39 @@ class _Request(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> Self:
-        unsupported = {
-            "presence_penalty": self.presence_penalty != 0.0,
-            "frequency_penalty": self.frequency_penalty != 0.0,
-            "repetition_penalty": self.repetition_penalty != 1.0,
-            "logit_bias": bool(self.logit_bias),
-        }
-        for name, is_used in unsupported.items():
-            if is_used:
-                raise ValueError(f"{name} is not supported: leave it out")
+        _refuse(
+            {
+                "presence_penalty": self.presence_penalty != 0.0,
+                "frequency_penalty": self.frequency_penalty != 0.0,
+                "repetition_penalty": self.repetition_penalty != 1.0,
+                "logit_bias": bool(self.logit_bias),
+            }
+        )
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream: true")
+            raise _wrong("stream_options", "stream_options needs stream: true")
         self._check_best_of()
         if isinstance(self.stop, list) and len(self.stop) > _MAX_STOPS:
-            raise ValueError(f"stop has {len(self.stop)} texts, at most {_MAX_STOPS} are allowed")
+            raise _wrong("stop", f"stop has {len(self.stop)} texts, at most {_MAX_STOPS} are allowed")
         return self
 
     def _check_best_of(self) -> None:
         if self.use_beam_search:
             if self.stream:
-                raise ValueError("use_beam_search does not go with stream: answers are known at the end")
+                raise _wrong(
+                    "stream", "use_beam_search does not go with stream: answers are known at the end"
+                )
             if self.stop:
-                raise ValueError("use_beam_search does not go with stop: give stop_token_ids")
+                raise _wrong("stop", "use_beam_search does not go with stop: give stop_token_ids")
             if self.best_of is not None and self.best_of < self.n:
-                raise ValueError(f"best_of is {self.best_of}, at least n {self.n} is needed")
+                raise _wrong("best_of", f"best_of is {self.best_of}, at least n {self.n} is needed")
         elif self.best_of is not None and self.best_of != self.n:
-            raise ValueError(
-                f"best_of is {self.best_of} and n is {self.n}: other than n needs use_beam_search"
-            )
+            text = f"best_of is {self.best_of} and n is {self.n}: other than n needs use_beam_search"
+            raise _wrong("best_of", text)
 
     @property
     def includes_usage(self) -> bool:
         """Whether the stream ends with a chunk of usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def to_params(self, max_tokens: int, logprobs: int | None, deadline: float | None) -> GenerationParams:
         """The engine's settings. A beam search ranks and draws nothing, so it leaves those of drawing out.
@@ -135,17 +150,16 @@ class CompletionRequest(_Request):
     """Body of `/v1/completions`."""
 
     prompt: str | list[str] | list[_TokenId] | list[list[_TokenId]]
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: _NumTokens = 16
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     suffix: str | None = None
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
-        if self.echo or self.suffix:
-            raise ValueError(f"{'echo' if self.echo else 'suffix'} is not supported: leave it out")
+        _refuse({"echo": self.echo, "suffix": bool(self.suffix)})
         if not self.prompt:
-            raise ValueError("prompt is empty")
+            raise _wrong("prompt", "prompt is empty")
         return self
 
     @property
@@ -167,8 +181,32 @@ class ChatMessage(BaseModel):
     """One message of a conversation."""
 
     model_config = ConfigDict(extra="ignore")
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_TextPart] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_tools(cls, message: Any) -> Any:
+        if isinstance(message, dict):
+            if (role := message.get("role")) in ("tool", "function"):
+                raise _wrong("messages", f"messages of the role {role!r} are not supported: tools are not")
+            for name in ("tool_calls", "function_call"):
+                if message.get(name):
+                    raise _wrong("messages", f"{name} of a message are not supported: tools are not")
+        return message
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _refuse_images(cls, content: Any) -> Any:
+        """Names the kind of a part, which the union of text and parts would not."""
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                images = " (images are not)" if "image" in kind else ""
+                raise _wrong(
+                    "messages", f"parts of the type {kind[:100]!r} are not supported{images}: only text is"
+                )
+        return content
 
     def to_dict(self) -> dict[str, str]:
         """As chat templates take it."""
@@ -181,23 +219,29 @@ class ChatRequest(_Request):
     """Body of `/v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: _NumTokens | None = None
+    max_completion_tokens: _NumTokens | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    tools: list[Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
     response_format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if self.tools:
-            raise ValueError("tools are not supported: leave them out")
+        for name in ("tools", "functions"):
+            if getattr(self, name):
+                raise _wrong(name, f"{name} are not supported: leave them out")
+        _refuse(
+            {name: getattr(self, name) not in (None, "none") for name in ("tool_choice", "function_call")}
+        )
         if self.response_format and self.response_format.get("type", "text") != "text":
-            raise ValueError(
-                f"response_format {self.response_format.get('type')!r} is not supported: only 'text'"
-            )
+            kind = self.response_format.get("type")
+            raise _wrong("response_format", f"response_format {kind!r} is not supported: only 'text'")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise _wrong("top_logprobs", "top_logprobs needs logprobs: true")
         return self
 
 
@@ -212,9 +256,10 @@ def parse_request(kind: type[_R], body: bytes) -> _R:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         names = [str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-"))]
-        text = first["msg"].removeprefix("Value error, ")
+        text = first["msg"]
         param = names[0] if names and first["type"] != "json_invalid" else None
         where = f"{'.'.join(names[:3])}: " if param else ""
+        param = first.get("ctx", {}).get("param", param)
         raise ApiError(400, f"{where}{text}", param=param, code="invalid_value") from error
     except InvalidArgumentError as error:
         raise ApiError(400, str(error)) from error

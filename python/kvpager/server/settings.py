@@ -18,6 +18,9 @@ class ChatTokenizer(TextTokenizer, Protocol):
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Returns the ids of a conversation, up to where the assistant's next answer starts."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes of one token's text, which may be a part of a character."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:

@@ -53,7 +53,6 @@ def tenant_stats(snapshot: EngineSnapshot, settings: ServerSettings, name: str) 
         "reason": None,
         "blocks": {
             **blocks,
-            "cached": 0,
             "free": max(0, capacity - sum(blocks.values())),
             "capacity": capacity,
         },

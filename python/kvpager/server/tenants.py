@@ -137,10 +137,10 @@ class TenantTable:
         return cls({ANONYMOUS: TenantSpec()}, tuple(operator_hashes), is_open=True)
 
     def tenant_of(self, key: str | None) -> str | None:
-        """The tenant of an API key, or None. No key is the anonymous tenant, if there is one."""
+        """The tenant of an API key, or None. None is anonymous, if there is that tenant; "" is nobody's."""
         if self.is_open or (key is None and ANONYMOUS in self.tenants):
             return ANONYMOUS
-        if key is None:
+        if not key:
             return None
         digest, found = hash_key(key), None
         for name, tenant in self.tenants.items():
@@ -150,7 +150,7 @@ class TenantTable:
 
     def is_operator(self, key: str | None) -> bool:
         """Whether a key is the operator's."""
-        return key is not None and _is_among(hash_key(key), self.operator_hashes)
+        return key is not None and key != "" and _is_among(hash_key(key), self.operator_hashes)
 
 
 def hash_key(key: str) -> str:

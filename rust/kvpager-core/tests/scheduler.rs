@@ -157,7 +157,7 @@ fn what_can_never_fit_is_refused_with_the_numbers() {
     let tenant = engine.tenant("a");
     let error = engine.submit(&tenant, &prompt(1, 13), 1).unwrap_err();
     assert!(matches!(&error, Error::Refused { retryable: false, .. }), "{error}");
-    for number in ["13", "1", "4 blocks", "the pool has 3", "may have 3"] {
+    for number in ["13", "1", "4 blocks", "may have 3"] {
         assert!(error.to_string().contains(number), "{error}");
     }
     assert!(engine.submit(&tenant, &prompt(1, 11), 2).is_ok());

@@ -57,6 +57,11 @@ impl PyTenant {
     }
 
     #[getter]
+    fn max_waiting(&self) -> Option<u32> {
+        self.0.max_waiting()
+    }
+
+    #[getter]
     fn isolation(&self) -> &'static str {
         self.0.isolation.name()
     }

@@ -60,7 +60,7 @@ impl Places {
         }
     }
 
-    fn limits(&self) -> QueueLimits {
+    pub(super) fn limits(&self) -> QueueLimits {
         // Relaxed, here and below: the counters guard no other memory, and each is exact by itself.
         QueueLimits {
             max_requests: self.max_requests.load(Ordering::Relaxed),

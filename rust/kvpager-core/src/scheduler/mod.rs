@@ -394,11 +394,8 @@ impl Scheduler {
         }
         if need > reachable {
             return refused(format!(
-                "{prompt} prompt tokens and up to {} output tokens need {need} blocks of {} tokens; the pool has {}, tenant {:?} may have {reachable}",
-                request.max_tokens,
-                self.config.block_size,
-                self.pool.num_blocks(),
-                request.tenant.name
+                "{prompt} prompt tokens and up to {} output tokens need {need} blocks of {} tokens; tenant {:?} may have {reachable}",
+                request.max_tokens, self.config.block_size, request.tenant.name
             ));
         }
         Ok(())

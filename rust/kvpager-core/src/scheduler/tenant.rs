@@ -53,6 +53,12 @@ impl Tenant {
         self.places.num_tokens()
     }
 
+    /// Requests of it that may wait at once, if it has a bound of its own. From any thread.
+    #[must_use]
+    pub fn max_waiting(&self) -> Option<u32> {
+        Some(self.places.limits().max_requests).filter(|&bound| bound < u32::MAX)
+    }
+
     /// Who may see what its requests leave in the index.
     #[must_use]
     pub const fn scope(&self) -> TenantScope {
