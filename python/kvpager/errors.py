@@ -17,7 +17,6 @@ __all__ = [
     "OverQuotaError",
     "RefusedError",
     "WrongStateError",
-    "describe",
 ]
 
 

@@ -161,7 +161,7 @@ BAD_ARGUMENTS = {
     "empty prompt": (["--prompt", ""], "the prompt is empty"),
     "longer than the pool": (
         ["--prompt", "a b c d", "--blocks", "2", "--max-tokens", "40"],
-        "the pool has 2",
+        "may have 2",
     ),
     "longer than the positions": (["--prompt", "word " * 9000], "8192 positions"),
 }
