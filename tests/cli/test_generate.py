@@ -227,4 +227,4 @@ def test_wrong_architecture_is_one_clear_line_and_exit_code_2(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     code, _, err = run_main(capsys, monkeypatch, "generate", "--model", str(tmp_path), "--prompt", "a")
     assert code == 2
-    assert err == "kvpager: model_type 'mamba' is not supported: the runner computes 'llama'\n"
+    assert err == "kvpager: model_type 'mamba' is not supported: the runner computes 'llama' and 'mistral'\n"

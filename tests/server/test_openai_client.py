@@ -307,9 +307,10 @@ def test_full_queue_is_429_and_says_nothing_of_others() -> None:
     runner = NullRunner(step_time=0.02)
     with running_server(runner=runner, max_running=1, max_waiting=2) as server:
         client = server.client()
-        kept = [
-            client.completions.create(model="null", prompt="x", max_tokens=50, stream=True) for _ in range(3)
-        ]
+        kept = [client.completions.create(model="null", prompt="x", max_tokens=50, stream=True)]
+        next(kept[0])  # it runs: the others wait
+        for _ in range(2):
+            kept.append(client.completions.create(model="null", prompt="x", max_tokens=50, stream=True))
         with pytest.raises(openai.RateLimitError) as caught:
             server.client(BOB).completions.create(model="null", prompt="x")
         text = "too many requests are waiting, 0 of them yours: try again in 1 s"
@@ -332,9 +333,10 @@ def test_full_queue_of_a_tenant_is_429_for_that_tenant() -> None:
     table = two_tenants(max_waiting=1)
     with running_server(runner=runner, table=table, max_running=1) as server:
         client = server.client()
-        kept = [
-            client.completions.create(model="null", prompt="x", max_tokens=50, stream=True) for _ in range(2)
-        ]
+        kept = [client.completions.create(model="null", prompt="x", max_tokens=50, stream=True)]
+        next(kept[0])  # it runs: the others wait
+        for _ in range(1):
+            kept.append(client.completions.create(model="null", prompt="x", max_tokens=50, stream=True))
         with pytest.raises(openai.RateLimitError, match="1 of them yours: your limit is 1: try again in"):
             client.completions.create(model="null", prompt="x")
         other = server.client(BOB).completions.create(model="null", prompt="x", stream=True)
