@@ -108,6 +108,11 @@ class KvGeometry:
         """Whether blocks hold a float32 scale for each token and head."""
     def bytes_for_length(self, length: int) -> int:
         """Bytes that a sequence of `length` tokens needs, padding and block rounding not counted."""
+    def weights_on_device(self, total: int) -> int:
+        """Bytes that the device with most of the weights has of `total` bytes of them.
+
+        Under pipeline parallelism that is the heaviest stage's share of the parameters, which is estimated.
+        """
     def blocks_for_length(self, length: int, *, block_size: int = 16, chunk: int = 1) -> int:
         """Blocks over all groups that a sequence holds at most on its way to `length` tokens."""
     def batch_arrays(

@@ -68,6 +68,24 @@ def test_weights_come_from_the_safetensors_index_when_there_is_one(config: Path)
     assert result["kv_bytes_per_token"] == 65536
 
 
+def test_weights_of_a_stage_are_a_share_of_the_file_and_marked_estimated(config: Path) -> None:
+    index = config.parent / "model.safetensors.index.json"
+    # What the config counts, so that the share is the estimate's.
+    index.write_text(json.dumps({"metadata": {"total_size": 16_059_990_016}, "weight_map": {}}))
+    result = json.loads(plan(config.parent, "--device-memory", "80GiB", "--pp", "8", "--json").stdout)
+    assert result["budget"]["weights"] == 2_795_503_616
+    assert result["budget_origin"]["weights"] == "estimated"
+    assert "heaviest of 8 stages" in result["budget_note"]["weights"]
+
+
+def test_batch_with_fewer_tokens_than_sequences_is_refused(config: Path) -> None:
+    options = ["--max-running", "9", "--max-batch-tokens", "8"]
+    done = plan(config, "--device-memory", "80GiB", *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--max-batch-tokens is 8, --max-running 9" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_table_names_every_part(config: Path) -> None:
     done = plan(config, "--device-memory", "80GiB")
     assert done.returncode == 0

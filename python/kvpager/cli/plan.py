@@ -84,7 +84,8 @@ def plan(
 ) -> None:
     """Say what fits on a device, part by part: every number is given, estimated (and marked so) or measured.
 
-    All figures are for one device: the one with the most layers, under tensor and pipeline parallelism.
+    All figures are for one device. Under pipeline parallelism the weights are those of the heaviest stage,
+    embedding and head counted, and the KV cache is that of the stage with most of it.
     """
     from kvpager._core import KvGeometry
     from kvpager.planning.model_files import read_model_files
@@ -110,6 +111,11 @@ def plan(
         "graphs": size(graphs, "--graphs"),
         "safety_margin": size(safety_margin, "--safety-margin"),
     }
+    if max_batch_tokens < max_running:
+        raise InvalidArgumentError(
+            f"--max-batch-tokens is {max_batch_tokens}, --max-running {max_running}: every running sequence "
+            "needs a token of a step"
+        )
     limits = Limits(
         block_size=block_size,
         max_batch_tokens=max_batch_tokens,
@@ -117,7 +123,7 @@ def plan(
         max_model_tokens=max_model_tokens or geometry.max_positions or 131072,
     )
     sources = _Sources(given)
-    sources.add_files(files, devices=tp * pp)
+    sources.add_files(files, geometry, stages=pp)
     device = sources.add_device(geometry, limits, wanted=measure, useful=verify)
     total = size(device_memory, "--device-memory")
     if total is None and device is None:
@@ -171,11 +177,15 @@ class _Sources:
         self.notes: dict[str, str] = {}
         self.free: int | None = None
 
-    def add_files(self, files: ModelFiles, *, devices: int) -> None:
+    def add_files(self, files: ModelFiles, geometry: KvGeometry, *, stages: int) -> None:
         """Takes the weights from the model's files, unless they are given."""
         if self.sizes["weights"] is None and files.weight_bytes is not None:
-            self.sizes["weights"] = -(-files.weight_bytes // devices)
+            self.sizes["weights"] = geometry.weights_on_device(files.weight_bytes)
             self.notes["weights"] = files.weight_source
+            if stages > 1:
+                # Files say what the model has; what of it is in a stage follows from the config.
+                self.origins["weights"] = "estimated"
+                self.notes["weights"] += f", the share of the heaviest of {stages} stages"
 
     def add_device(
         self, geometry: KvGeometry, limits: Limits, *, wanted: bool, useful: bool

@@ -61,6 +61,39 @@ fn budget_without_room_says_what_fits_and_what_helps() {
     }
 }
 
+/// Llama-3.1-8B with 8 stages, by hand: a layer has 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 parameters
+/// and a table 128256 * 4096; the first stage has four layers and a table.
+#[test]
+fn weights_under_pipeline_parallel_are_the_heaviest_stage_with_its_table() {
+    let weights = |tied: bool, tp, pp| {
+        let config = format!(
+            r#"{{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
+                "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": {tied}}}"#
+        );
+        let options =
+            GeometryOptions { tensor_parallel: tp, pipeline_parallel: pp, ..GeometryOptions::default() };
+        let model = geometry(&config, options).expect("spreads");
+        let input = BudgetInput { max_model_tokens: Some(1024), ..BudgetInput::new(80 << 30) };
+        let budget = Budget::new(&model, &input).expect("fits");
+        (budget.bytes("weights"), model.weights_on_device(1_000_000))
+    };
+    let (layer, table) = (218_103_808_u64, 128_256 * 4096_u64);
+    let bytes = |layers: u64, tables: u64| 2 * (layers * layer + tables * table);
+    let share = |of: u64, all: u64| (of * 1_000_000).div_ceil(all);
+    assert_eq!(bytes(4, 1), 2_795_503_616);
+    for (tied, tables) in [(false, 2), (true, 1)] {
+        let all = bytes(32, tables);
+        assert_eq!(weights(tied, 1, 1), (all, 1_000_000));
+        assert_eq!(weights(tied, 2, 1), (all / 2, 500_000));
+        // Both ends have a table, tied or not.
+        assert_eq!(weights(tied, 1, 8), (bytes(4, 1), share(bytes(4, 1), all)));
+        assert_eq!(weights(tied, 2, 8).0, bytes(4, 1) / 2);
+        // Stages of 7, 7, 6, 6 and 6 layers: the first has the longest and a table.
+        assert_eq!(weights(tied, 1, 5).0, bytes(7, 1));
+        assert_eq!(weights(tied, 1, 32).0, bytes(1, 1));
+    }
+}
+
 #[test]
 fn kv_heads_are_replicated_when_ranks_outnumber_them() {
     let config = r#"{"num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 8,

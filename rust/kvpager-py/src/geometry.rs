@@ -179,6 +179,10 @@ impl KvGeometry {
         self.0.bytes_for_length(length.into())
     }
 
+    fn weights_on_device(&self, #[pyo3(from_py_with = int)] total: u64) -> u64 {
+        self.0.weights_on_device(total)
+    }
+
     #[pyo3(signature = (length, *, block_size = 16, chunk = 1))]
     fn blocks_for_length(
         &self,

@@ -253,7 +253,7 @@ fn fixed_parts(geometry: &KvGeometry, input: &BudgetInput) -> Result<Vec<BudgetP
     };
     let weights = match input.weights {
         Some(_) => (0, String::new()),
-        None => weights(geometry)?,
+        None => geometry.estimated_weights()?,
     };
     let margin = (input.device_memory / 50, "2 % of the device".to_owned());
     Ok(vec![
@@ -265,19 +265,6 @@ fn fixed_parts(geometry: &KvGeometry, input: &BudgetInput) -> Result<Vec<BudgetP
         part("graphs", input.graphs, (320 * MIB, "captured decode graphs: 32 sizes of 10 MiB".into())),
         part("safety_margin", input.safety_margin, margin),
     ])
-}
-
-fn weights(geometry: &KvGeometry) -> Result<(u64, String)> {
-    let options = geometry.options();
-    let devices = options.tensor_parallel * options.pipeline_parallel;
-    match &geometry.shape().weights {
-        Some((bytes, how)) if devices == 1 => Ok((*bytes, how.clone())),
-        Some((bytes, how)) => Ok((bytes.div_ceil(devices), format!("{how}, over {devices} devices"))),
-        None => Err(Error::invalid(
-            "config field 'quantization_config': the bytes of mixed-precision weights do not follow from it; \
-             give --weights BYTES",
-        )),
-    }
 }
 
 /// Peak of a forward pass in 16 bits, and 2 % for the allocator's rounding. In a layer: the residual stream and

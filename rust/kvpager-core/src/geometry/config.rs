@@ -121,10 +121,10 @@ impl<'a> Reader<'a> {
             ])?,
             layers,
             checkpoint_dtype: self.dtype,
-            weights: None,
+            weights: weights::Weights::default(),
             notes: self.notes,
         };
-        shape.weights = weights::estimate(&self.fields, &shape)?;
+        shape.weights = weights::Weights::read(&self.fields, &shape)?;
         Ok(shape)
     }
 

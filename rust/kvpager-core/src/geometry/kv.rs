@@ -142,6 +142,21 @@ impl KvGeometry {
         self.groups.iter().map(|group| group.span.peak_blocks(length, chunk.max(1), block_size)).sum()
     }
 
+    /// Estimated bytes of the weights on the device that has most of them, and how they were estimated. That may
+    /// be another stage than the one with most K and V: what both leave is never too much.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the config does not tell what a parameter takes.
+    pub(super) fn estimated_weights(&self) -> Result<(u64, String)> {
+        self.shape.weights.on_device(self.options.tensor_parallel, self.options.pipeline_parallel)
+    }
+
+    /// What the device with most of the weights has of `total` bytes of them: a share of its stage's, which is
+    /// estimated from the parameters if there is more than one.
+    pub fn weights_on_device(&self, total: u64) -> u64 {
+        self.shape.weights.share(total, self.options.tensor_parallel, self.options.pipeline_parallel)
+    }
+
     /// The layers of this device that keep something, in order.
     pub fn cached_layers(&self) -> impl Iterator<Item = CachedLayer> {
         let query_heads = self.shape.num_attention_heads / self.options.tensor_parallel;
@@ -234,19 +249,20 @@ fn heads_per_rank(num_kv_heads: u64, ranks: u64) -> Result<u64> {
     }
 }
 
-/// The contiguous stage with the most bytes when layers are split as evenly as possible, longer stages first.
-fn heaviest_stage(layer_bytes: &[u64], stages: usize) -> std::ops::Range<usize> {
-    let (share, extra) = (layer_bytes.len() / stages, layer_bytes.len() % stages);
-    let mut start = 0;
-    let mut best = 0..0;
-    let mut best_bytes = None;
-    for stage in 0..stages {
-        let end = start + share + usize::from(stage < extra);
-        let bytes: u64 = layer_bytes[start..end].iter().sum();
-        if best_bytes.is_none_or(|most| bytes > most) {
-            (best, best_bytes) = (start..end, Some(bytes));
-        }
-        start = end;
-    }
-    best
+/// The layers of each contiguous stage when they are split as evenly as possible, longer stages first.
+pub(super) fn stages(num_layers: usize, num_stages: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let (share, extra) = (num_layers / num_stages, num_layers % num_stages);
+    (0..num_stages).map(move |stage| {
+        let start = stage * share + stage.min(extra);
+        start..start + share + usize::from(stage < extra)
+    })
+}
+
+/// The first of the stages with the most bytes.
+fn heaviest_stage(layer_bytes: &[u64], num_stages: usize) -> std::ops::Range<usize> {
+    let bytes = |stage: &std::ops::Range<usize>| layer_bytes[stage.clone()].iter().sum::<u64>();
+    // Of equals `max_by_key` gives the last.
+    let mut all: Vec<_> = stages(layer_bytes.len(), num_stages).collect();
+    all.reverse();
+    all.into_iter().max_by_key(bytes).unwrap_or(0..0)
 }

@@ -24,3 +24,4 @@ pub use dtype::{KvDtype, KvScales};
 pub use groups::LayerGroup;
 pub use kv::{CachedLayer, GeometryOptions, KvGeometry};
 pub use shape::{Layer, LayerCache, ModelShape, Span};
+pub use weights::Weights;

@@ -1,5 +1,7 @@
 //! What a model keeps for each token, layer by layer, before any deployment choice.
 
+use super::weights::Weights;
+
 /// Which earlier tokens a layer looks at, hence how long it keeps their K and V.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Span {
@@ -107,8 +109,8 @@ pub struct ModelShape {
     pub layers: Vec<Layer>,
     /// Type of the released weights, if the config says.
     pub checkpoint_dtype: Option<String>,
-    /// Estimated bytes of the weights, with how they were estimated; `None` if the config does not tell.
-    pub weights: Option<(u64, String)>,
+    /// Parameters of the weights, and what each takes.
+    pub weights: Weights,
     /// What was taken from a class default or left out, in sentences.
     pub notes: Vec<String>,
 }

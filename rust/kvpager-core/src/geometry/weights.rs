@@ -1,26 +1,93 @@
 //! An estimate of the weights' bytes from a config, for when no file says better.
 
 use super::fields::Fields;
+use super::kv::stages;
 use super::shape::{LayerCache, ModelShape};
-use crate::Result;
+use crate::{Error, Result};
 
-/// Estimated bytes of the weights and how they were estimated, or `None` if the config cannot tell.
+/// A model's parameters by where they are, and what each takes.
 ///
 /// Counts embeddings, attention projections and the feed-forward part (all experts); norms and biases are left
 /// out, which is below 0.1 % for models of a billion parameters and more.
-pub(super) fn estimate(fields: &Fields<'_>, shape: &ModelShape) -> Result<Option<(u64, String)>> {
-    let Some((bits, how)) = bits_per_parameter(fields, shape)? else { return Ok(None) };
-    let mut parameters = embeddings(fields, shape)?;
-    for layer in &shape.layers {
-        parameters += attention(fields, shape, layer.cache)?;
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Weights {
+    /// Parameters of each decoder layer.
+    pub layers: Vec<u128>,
+    /// Parameters of the embedding, and of the head; 0 if the config gives no vocabulary.
+    pub table: u128,
+    /// Whether head and embedding are one table.
+    pub tied: bool,
+    /// Bits of a parameter and how they are called; `None` if the config cannot tell.
+    pub bits: Option<(u64, String)>,
+}
+
+impl Weights {
+    /// Reads them from a config.
+    pub(super) fn read(fields: &Fields<'_>, shape: &ModelShape) -> Result<Self> {
+        let mut layers = feed_forward(fields, shape)?;
+        for (parameters, layer) in layers.iter_mut().zip(&shape.layers) {
+            *parameters += attention(fields, shape, layer.cache)?;
+        }
+        Ok(Self {
+            layers,
+            table: u128::from(shape.vocab_size.unwrap_or(0)) * u128::from(shape.hidden_size),
+            tied: fields.flag("tie_word_embeddings")?.unwrap_or(false),
+            bits: bits_per_parameter(fields, shape)?,
+        })
     }
-    parameters += feed_forward(fields, shape)?;
-    let bytes = parameters.saturating_mul(u128::from(bits)) / 8;
-    let mut text = format!("{:.2} B parameters in {how}", parameters as f64 / 1e9);
-    if shape.vocab_size.is_none() {
-        text.push_str("; no vocab_size: embeddings not counted");
+
+    /// Parameters of the whole model.
+    pub fn total(&self) -> u128 {
+        self.heaviest_stage(1)
     }
-    Ok(Some((u64::try_from(bytes).unwrap_or(u64::MAX), text)))
+
+    /// Parameters of the heaviest of so many pipeline stages: the first has the embedding and the last the head,
+    /// so that both have a copy of a tied table.
+    fn heaviest_stage(&self, num_stages: u64) -> u128 {
+        let ends = |stage: &std::ops::Range<usize>| {
+            let (first, last) = (stage.start == 0, stage.end == self.layers.len());
+            let tables = u128::from(first) + u128::from(last);
+            if self.tied { tables.min(1) } else { tables }
+        };
+        stages(self.layers.len(), num_stages as usize)
+            .map(|stage| ends(&stage) * self.table + self.layers[stage].iter().sum::<u128>())
+            .max()
+            .unwrap_or(0)
+    }
+
+    /// Estimated bytes on the heaviest device, with how they were estimated.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the config does not tell what a parameter takes.
+    pub(super) fn on_device(&self, tensor_parallel: u64, pipeline_parallel: u64) -> Result<(u64, String)> {
+        let Some((bits, how)) = &self.bits else {
+            return Err(Error::invalid(
+                "config field 'quantization_config': the bytes of mixed-precision weights do not follow from \
+                 it; give --weights BYTES",
+            ));
+        };
+        let bytes = self.heaviest_stage(pipeline_parallel).saturating_mul(u128::from(*bits)) / 8;
+        let mut note = format!("{:.2} B parameters in {how}", self.total() as f64 / 1e9);
+        if self.table == 0 {
+            note.push_str("; no vocab_size: embeddings not counted");
+        }
+        match (tensor_parallel, pipeline_parallel) {
+            (1, 1) => {}
+            (tp, 1) => note.push_str(&format!(", over {tp} devices")),
+            (1, pp) => note.push_str(&format!(", the heaviest of {pp} stages")),
+            (tp, pp) => note.push_str(&format!(", the heaviest of {pp} stages over {tp} devices each")),
+        }
+        let bytes = bytes.div_ceil(u128::from(tensor_parallel));
+        Ok((u64::try_from(bytes).unwrap_or(u64::MAX), note))
+    }
+
+    /// What the heaviest device has of `total` bytes of weights, by the share of its parameters.
+    pub(super) fn share(&self, total: u64, tensor_parallel: u64, pipeline_parallel: u64) -> u64 {
+        // A few layers of a few parameters at least: the sum is not 0, and the product far from overflow.
+        let stage = self.heaviest_stage(pipeline_parallel);
+        let bytes = u128::from(total).saturating_mul(stage).div_ceil(self.total().max(1));
+        u64::try_from(bytes.div_ceil(u128::from(tensor_parallel))).unwrap_or(u64::MAX)
+    }
 }
 
 /// A dtype of weights by one of its usual names, with or without `torch.`; `auto` says nothing.
@@ -70,12 +137,6 @@ fn bits_per_parameter(fields: &Fields<'_>, shape: &ModelShape) -> Result<Option<
     })
 }
 
-fn embeddings(fields: &Fields<'_>, shape: &ModelShape) -> Result<u128> {
-    let table = u128::from(shape.vocab_size.unwrap_or(0)) * u128::from(shape.hidden_size);
-    let tied = fields.flag("tie_word_embeddings")?.unwrap_or(false);
-    Ok(if tied { table } else { 2 * table })
-}
-
 fn attention(fields: &Fields<'_>, shape: &ModelShape, cache: LayerCache) -> Result<u128> {
     let hidden = u128::from(shape.hidden_size);
     let heads = u128::from(shape.num_attention_heads);
@@ -98,21 +159,23 @@ fn attention(fields: &Fields<'_>, shape: &ModelShape, cache: LayerCache) -> Resu
     })
 }
 
-fn feed_forward(fields: &Fields<'_>, shape: &ModelShape) -> Result<u128> {
+/// Parameters of each layer's feed-forward part.
+fn feed_forward(fields: &Fields<'_>, shape: &ModelShape) -> Result<Vec<u128>> {
     let hidden = u128::from(shape.hidden_size);
-    let layers = shape.layers.len() as u128;
     // A gated part has three matrices of the given width; without a width, two of four times the model's.
     let dense = match shape.intermediate_size {
         Some(width) => 3 * hidden * u128::from(width),
         None => 8 * hidden * hidden,
     };
+    let mut layers = vec![dense; shape.layers.len()];
     let experts = fields.count(&["num_local_experts", "n_routed_experts", "num_experts"])?;
-    let Some(experts) = experts.filter(|&experts| experts > 1) else { return Ok(layers * dense) };
+    let Some(experts) = experts.filter(|&experts| experts > 1) else { return Ok(layers) };
     let width = fields.count(&["moe_intermediate_size"])?.or(shape.intermediate_size);
-    let Some(width) = width else { return Ok(layers * dense) };
+    let Some(width) = width else { return Ok(layers) };
     let shared = fields.count_or_zero("n_shared_experts")?.unwrap_or(0);
     let expert = 3 * hidden * u128::from(width);
-    let first_dense = u128::from(fields.count_or_zero("first_k_dense_replace")?.unwrap_or(0)).min(layers);
-    Ok(first_dense * dense
-        + (layers - first_dense) * (u128::from(experts + shared) * expert + hidden * u128::from(experts)))
+    let sparse = u128::from(experts + shared) * expert + hidden * u128::from(experts);
+    let first_dense = fields.count_or_zero("first_k_dense_replace")?.unwrap_or(0) as usize;
+    layers.iter_mut().skip(first_dense).for_each(|layer| *layer = sparse);
+    Ok(layers)
 }
