@@ -78,6 +78,21 @@ def test_weights_of_a_stage_are_a_share_of_the_file_and_marked_estimated(config:
     assert "heaviest of 8 stages" in result["budget_note"]["weights"]
 
 
+@pytest.mark.parametrize("inner", [False, True])
+def test_field_that_is_there_twice_is_named(config: Path, inner: bool) -> None:
+    text = json.dumps(CONFIG)[:-1] + ', "num_hidden_layers": 2}'
+    config.write_text(f'{{"text_config": {text}}}' if inner else text)
+    done = plan(config, "--device-memory", "80GiB")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"kvpager: {config}: config field 'num_hidden_layers': is there twice\n"
+
+
+def test_empty_config_path_is_one_line() -> None:
+    done = plan("", "--device-memory", "80GiB")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "the path is empty" in done.stderr
+
+
 def test_batch_with_fewer_tokens_than_sequences_is_refused(config: Path) -> None:
     options = ["--max-running", "9", "--max-batch-tokens", "8"]
     done = plan(config, "--device-memory", "80GiB", *options)

@@ -113,7 +113,8 @@ def test_every_part_is_predicted_never_under_and_at_most_5_percent_over(
 @pytest.mark.parametrize("config", [SMALL, WINDOWED, LATENT], ids=["plain", "windows", "latent"])
 def test_small_batches_are_predicted_too(tmp_path: Path, config: dict[str, Any], batch: str) -> None:
     """Python's own objects are larger than the arrays of one token, and are not the model's."""
-    options = ("--runtime", "1MiB", "--graphs", "0", "--max-batch-tokens", batch, "--max-running", "16")
+    options = ("--runtime", "1MiB", "--graphs", "0", "--max-batch-tokens", batch)
+    options += ("--max-running", str(min(16, int(batch))))
     done = plan(write(tmp_path, config), "--device-memory", "256MiB", *options, "--verify", "--json")
     assert done.returncode == 0, done.stderr + done.stdout
     assert all(0 <= part["over"] <= 0.05 for part in json.loads(done.stdout)["verify"]["parts"])

@@ -116,6 +116,17 @@ def test_bad_line_is_named_by_file_line_and_reason(tmp_path: Path, row: Any, rea
     assert skipping.bad.count == 1
 
 
+@pytest.mark.parametrize("start", [0, 1_700_000_000_000])
+def test_time_of_another_age_is_refused(tmp_path: Path, start: int) -> None:
+    """Ten years after the first request, in milliseconds; the first one may be anywhen."""
+    row = {"input_length": 5, "output_length": 5, "hash_ids": [1]}
+    times = (start, start + 315_360_000_000, start + 315_360_001_000)
+    trace = write_lines(tmp_path / "trace.jsonl", [row | {"timestamp": time} for time in times])
+    with pytest.raises(InvalidArgumentError, match=r"trace.jsonl: line 3: time is .* s after the first"):
+        whole(open_trace(str(trace)))
+    assert len(whole(open_trace(str(trace), skip_bad=True))) == 2
+
+
 def test_time_that_goes_back_is_refused(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "trace.jsonl", [ROW | {"timestamp": 9000}, ROW | {"timestamp": 3000}])
     with pytest.raises(InvalidArgumentError, match=r"line 2: time goes back: 3 s after 9 s"):
@@ -256,6 +267,30 @@ def test_bad_client_is_named_by_file_line_and_reason(
     assert trace.bad.count == 1
 
 
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3])
+def test_cut_off_client_set_says_so_when_bad_lines_are_skipped(tmp_path: Path, share: float) -> None:
+    """Cut in its first file, in its first client, and later."""
+    path = tmp_path / "clients.tar.xz"
+    with tarfile.open(path, "w:xz") as archive:
+        for number in range(6):
+            draw = random.Random(number)
+            lengths = str({length: draw.random() for length in range(1, 200)})
+            period = {"input_tokens": lengths, "output_tokens": lengths}
+            table = "\n".join(f"{600 * window},{draw.random()}" for window in range(100))
+            for name, text in (("trace.csv", table), ("dataset.json", json.dumps({"0": period}))):
+                entry = tarfile.TarInfo(f"chunk-{number}-{name}")
+                entry.size = len(text)
+                archive.addfile(entry, io.BytesIO(text.encode()))
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    try:
+        said = open_trace(str(path), skip_bad=True, requests=5).bad.first
+    except InvalidArgumentError as error:
+        said = str(error)
+    assert said is not None
+    assert str(path) in said
+    assert "cut off" in said
+
+
 def test_truncated_archive_is_refused_or_read_as_far_as_it_goes(tmp_path: Path) -> None:
     session = {"block_size": 64, "requests": [{"t": 0, "in": 200, "out": 5, "hash_ids": [1, 2, 3]}]}
     whole_file = io.BytesIO()
@@ -269,7 +304,7 @@ def test_truncated_archive_is_refused_or_read_as_far_as_it_goes(tmp_path: Path) 
             archive.addfile(entry, io.BytesIO(content))
     path = tmp_path / "sessions.tar.gz"
     path.write_bytes(whole_file.getvalue()[: len(whole_file.getvalue()) // 2])
-    with pytest.raises(InvalidArgumentError, match=r"sessions.tar.gz: .*the archive is damaged"):
+    with pytest.raises(InvalidArgumentError, match=r"sessions.tar.gz: .*the archive is cut off"):
         open_trace(str(path))
     trace = open_trace(str(path), skip_bad=True)
     assert 50 < len(whole(trace)) < 250

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,22 @@ def test_every_request_of_the_trace_ends_and_the_keys_are_there(mooncake: Path) 
     assert set(run["step_us"]) >= {"p50", "p99", "max"}
     assert run["virtual_time"] > 0
     assert run["oracle_time"] > 0
+
+
+def test_keys_of_the_json_are_those_of_the_note(repository: Path) -> None:
+    note = (repository / "docs/notes/replay.md").read_text()
+    listed = note.split("**Keys of `--json`**")[1].split("**Results page**")[0]
+    top, always, more = (
+        set(re.findall(r"`([a-z_]+)`", part)) for part in re.split("Of every run:|Not with", listed)
+    )
+    options = ("generate:chat", "--requests", 20, "--json")
+    whole = json.loads(run(*options).stdout)
+    alone = json.loads(run(*options, "--sequential").stdout)
+    search = json.loads(run(*options, "--slo", "ttft_p99=10s", "--find", "blocks").stdout)
+    omitted = {"policy", "eviction", "overflow", "blocks"}
+    assert top == set(whole) | set(search) | set(search["search"]) | omitted
+    assert always == set(alone["runs"][0])
+    assert always | more == set(whole["runs"][0])
 
 
 def test_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -194,6 +212,12 @@ BAD_OPTIONS = [
     (["--report", "/tmp"], "--report /tmp: is a directory"),
     (["--png", __file__], "is not a directory"),
     (["--png", f"{__file__}/below"], "is not a directory"),
+    (["--png", "/nowhere/pictures"], "--png /nowhere/pictures: /nowhere: there is no such directory"),
+    (["--png="], "the path is empty"),
+    (["--report="], "the path is empty"),
+    (["--calibrate="], "the path is empty"),
+    (["--arrivals="], "--arrivals is empty"),
+    (["--tenants", "a="], "'a=' is not a new name with a share above 0"),
 ]
 
 
@@ -210,6 +234,22 @@ def test_output_that_cannot_be_written_is_refused_before_the_run() -> None:
     for options in (("--report", "/nowhere/x.html"), ("--png", __file__)):
         done = run("generate:chat", "--requests", 10_000_000, *options)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_empty_trace_is_one_line() -> None:
+    done = run("")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "kvpager: the name of the trace is empty\n"
+
+
+@pytest.mark.parametrize("options", [(), ("--block-size", 65536), ("--sequential",)])
+def test_pool_beyond_memory_is_refused_before_it_is_built(options: tuple[str | int, ...]) -> None:
+    """The states of so many blocks alone take more than half a minute to write."""
+    began = time.monotonic()
+    done = run("generate:chat", "--requests", 5, "--blocks", 1 << 30, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the token ids of 1073741824 blocks of " in done.stderr
+    assert time.monotonic() - began < 15
 
 
 def test_spaces_around_names_do_not_count() -> None:

@@ -1,6 +1,6 @@
 """The command line: one file a command, each with a `register(app)` that adds it.
 
-Exit codes: 0 done, 1 a check failed, 2 wrong usage or input (one clear line on stderr).
+Exit codes: 0 done, 1 a check failed, 2 wrong usage or input (one clear line on stderr), 130 ended by Ctrl-C.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpager._threads import configure_threads
+from kvpager.cli.paths import given_path
 from kvpager.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -57,7 +58,10 @@ def _generate(
     model: Annotated[str, typer.Option(help="'demo', a GGUF file, or a model directory.")] = "demo",
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; repeat for several.")] = None,
     prompt_ids: Annotated[
-        Path | None, typer.Option(help="JSON file with a list of lists of token ids.", metavar="FILE.json")
+        Path | None,
+        typer.Option(
+            help="JSON file with a list of lists of token ids.", metavar="FILE.json", parser=given_path
+        ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message of --chat.")] = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpager.cli.paths import given_path
 from kvpager.cli.sizes import parse_bytes
 from kvpager.errors import InvalidArgumentError
 from kvpager.planning.limits import Limits
@@ -29,7 +30,14 @@ Size = Annotated[str | None, typer.Option(metavar="BYTES", show_default="estimat
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(help="config.json, a directory that holds one, or a GGUF file")],
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG",
+            parser=given_path,
+            help="config.json, a directory that holds one, or a GGUF file",
+        ),
+    ],
     *,
     device_memory: Annotated[
         str | None,

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvpager.cli.sizes import format_bytes
+from kvpager.cli.sizes import counted, format_bytes
 
 __all__ = ["print_plan"]
 
@@ -101,22 +101,22 @@ def _budget(result: dict[str, Any]) -> Table:
 
 def _print_outcome(console: Console, result: dict[str, Any]) -> None:
     console.print(
-        f"{result['num_blocks']:,} blocks of {result['block_size']} tokens hold "
-        f"{result['max_tokens']:,} tokens; the longest single request: {_tokens(result['longest_request'])}"
+        f"{counted(result['num_blocks'], 'block')} of {counted(result['block_size'], 'token')}, room for "
+        f"{counted(result['max_tokens'], 'token')}; the longest single request: {_tokens(result['longest_request'])}"
     )
     request = result["full_length_request"]
     if request is not None:
         console.print(
-            f"{request['requests_that_fit']:,} requests of the full {request['tokens']:,} tokens "
-            f"({request['blocks']:,} blocks each)"
+            f"{counted(request['requests_that_fit'], 'request')} of the full "
+            f"{counted(request['tokens'], 'token')} ({counted(request['blocks'], 'block')} each)"
         )
 
 
 def _print_verification(console: Console, found: dict[str, Any]) -> None:
     batch = found["batch"]
     console.print(
-        f"Verified on {escape(found['memory'])}: a batch of {batch['tokens']:,} tokens and "
-        f"{batch['sequences']:,} sequences, every block full"
+        f"Verified on {escape(found['memory'])}: a batch of {counted(batch['tokens'], 'token')} and "
+        f"{counted(batch['sequences'], 'sequence')}, every block full"
     )
     table = Table("part", "predicted", "measured", "over", "", box=None)
     for part in found["parts"]:
@@ -148,7 +148,7 @@ def _verdict(found: dict[str, Any]) -> str:
 
 
 def _tokens(count: int | None) -> str:
-    return "no bound" if count is None else f"{count:,} tokens"
+    return "no bound" if count is None else counted(count, "token")
 
 
 def _bar(budget: dict[str, int], width: int) -> str:

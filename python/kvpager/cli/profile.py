@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from kvpager.cli.paths import given_path
 from kvpager.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -49,7 +50,10 @@ def profile(
     ] = "reserve",
     seed: Annotated[int, typer.Option(min=0, help="Of the tokens that are drawn.")] = 0,
     trace: Annotated[
-        Path | None, typer.Option(metavar="OUT.json", help="Write the phases as trace events (Perfetto).")
+        Path | None,
+        typer.Option(
+            metavar="OUT.json", parser=given_path, help="Write the phases as trace events (Perfetto)."
+        ),
     ] = None,
     python: Annotated[
         bool, typer.Option("--python", help="Add the boundary's cost, and steps beside busy Python threads.")

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpager.cli.paths import given_path
 from kvpager.cli.replay_checks import check_outputs, check_usage, names_in
+from kvpager.cli.sizes import counted
 from kvpager.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -97,7 +99,9 @@ def replay(
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            metavar="STEPS.csv", help="Fit the step time to measured tokens, context_tokens, seconds."
+            metavar="STEPS.csv",
+            parser=given_path,
+            help="Fit the step time to measured tokens, context_tokens, seconds.",
         ),
     ] = None,
     oracle: Annotated[bool, typer.Option(help="Compare with the clairvoyant schedule.")] = True,
@@ -128,8 +132,12 @@ def replay(
     find: Annotated[
         str | None, typer.Option(help="blocks or rate: the fewest blocks or highest rate that meets --slo.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(metavar="OUT.html", help="Write a page with plots.")] = None,
-    png: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the plots as pictures.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="OUT.html", parser=given_path, help="Write a page with plots.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="DIR", parser=given_path, help="Write the plots as pictures.")
+    ] = None,
     timings: Annotated[
         bool, typer.Option(help="Without, the same seed prints the same bytes: no wall times.")
     ] = True,
@@ -263,8 +271,10 @@ def _say_skipped(runs: list[dict[str, Any]]) -> None:
     worst = max(runs, key=lambda run: int(run["skipped_lines"]), default=None)
     if worst is not None and worst["skipped_lines"]:
         count = worst["skipped_lines"]
-        lines = "1 bad line" if count == 1 else f"{count:,} bad lines"
-        typer.echo(f"kvpager: {lines} skipped, the first: {worst['first_skipped_line']}", err=True)
+        typer.echo(
+            f"kvpager: {counted(count, 'bad line')} skipped, the first: {worst['first_skipped_line']}",
+            err=True,
+        )
 
 
 def _check_ran(runs: list[dict[str, Any]]) -> None:
@@ -276,8 +286,8 @@ def _check_ran(runs: list[dict[str, Any]]) -> None:
     counts = ", ".join(f"{count:,} {reason}" for reason, count in ends.items())
     first = f"; the first: {idle['first_refusal']}" if idle["first_refusal"] else ""
     typer.echo(
-        f"kvpager: {idle['policy']}: none of {idle['requests']:,} requests ran in {idle['blocks']:,} "
-        f"blocks of {idle['block_size']} tokens ({counts}){first}",
+        f"kvpager: {idle['policy']}: none of {counted(idle['requests'], 'request')} ran in "
+        f"{counted(idle['blocks'], 'block')} of {counted(idle['block_size'], 'token')} ({counts}){first}",
         err=True,
     )
     raise typer.Exit(1)

@@ -27,6 +27,9 @@ def check_usage(given: Mapping[str, object]) -> None:
     Raises:
         InvalidArgumentError: with the option and why it has no effect.
     """
+    empty = next((name for name, value in given.items() if value == ""), None)
+    if empty is not None:
+        raise InvalidArgumentError(f"{_flag(empty)} is empty")
     if given.get("sequential"):
         idle = [_flag(name) for name in _NOT_SEQUENTIAL if name in given]
         if idle:
@@ -92,8 +95,7 @@ def check_outputs(page: Path | None, png: Path | None) -> None:
     if png is not None:
         from kvpager.replay.report import NO_BROWSER, find_browser
 
-        there = next(path for path in (png, *png.absolute().parents) if path.exists())
-        _check_directory(there, f"--png {png}")
+        _check_directory(png if png.exists() else png.absolute().parent, f"--png {png}")
         if find_browser() is None:
             raise MissingDependencyError(NO_BROWSER)
 

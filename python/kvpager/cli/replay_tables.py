@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvpager.cli.sizes import counted
 from kvpager.replay.run import RunSettings, served_tokens
 from kvpager.replay.trace import Trace
 
@@ -30,7 +31,8 @@ def print_runs(runs: list[Run], trace: Trace, settings: RunSettings) -> None:
     overflows = len({run.get("overflow") for run in runs}) > 1
     console.width = max(console.width, 150 if overflows else 100, 40 + 30 * len(runs))
     console.print(
-        f"{escape(trace.name)} ({trace.format}): {settings.blocks:,} blocks of {settings.block_size} tokens, "
+        f"{escape(trace.name)} ({trace.format}): {counted(settings.blocks, 'block')} of "
+        f"{counted(settings.block_size, 'token')}, "
         f"arrivals {settings.arrivals}, reuse {'on' if settings.reuse else 'off'}"
     )
     for note in trace.notes:
@@ -66,7 +68,7 @@ def print_omitted(omitted: list[dict[str, Any]]) -> None:
     """
     text = "Interrupted: the figures are of what had run."
     if omitted:
-        names = (f"{_title(run)} in {run['blocks']:,} blocks" for run in omitted)
+        names = (f"{_title(run)} in {counted(run['blocks'], 'block')}" for run in omitted)
         text += f" Not run: {'; '.join(names)}."
     Console(highlight=False).print(escape(text))
 
@@ -255,9 +257,9 @@ def _burst_line(run: Run) -> str:
     burst = run["burst"]
     return (
         f"{_title(run)}: the busiest {burst['window']:g} s (from {burst['from']:,.0f} s) brought "
-        f"{burst['arrivals']:,} requests, {burst['times_mean']:.1f} times the mean (index of dispersion "
-        f"{burst['index_of_dispersion']:.1f}); {burst['refused']:,} refused, {burst['preempted_requests']:,} "
-        f"preempted, {burst['peak_held']:,} blocks held at most when one ended"
+        f"{counted(burst['arrivals'], 'request')}, {burst['times_mean']:.1f} times the mean (index of "
+        f"dispersion {burst['index_of_dispersion']:.1f}); {burst['refused']:,} refused, "
+        f"{burst['preempted_requests']:,} preempted, {counted(burst['peak_held'], 'block')} held at most when one ended"
     )
 
 

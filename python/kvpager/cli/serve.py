@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvpager._threads import configure_threads
+from kvpager.cli.paths import given_path
 from kvpager.cli.sizes import parse_bytes
 from kvpager.errors import InvalidArgumentError, MissingDependencyError
 
@@ -64,7 +65,8 @@ def _serve(
         typer.Option(min=0, max=65535, help="Port on 127.0.0.1 for /metrics and the page, without a key."),
     ] = None,
     tenants: Annotated[
-        Path | None, typer.Option(help="Who may ask, with keys and quotas.", metavar="FILE.toml")
+        Path | None,
+        typer.Option(help="Who may ask, with keys and quotas.", metavar="FILE.toml", parser=given_path),
     ] = None,
     new_key: Annotated[
         bool, typer.Option("--new-key", help="Print a new API key and its hash for --tenants, and exit.")

@@ -48,9 +48,30 @@ def read_model_files(path: Path) -> ModelFiles:
         raise InvalidArgumentError(f"{config}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise InvalidArgumentError(f"{config}: not UTF-8 text (byte {error.start})") from error
+    _refuse_twice(config, text)
     # A file of another name says nothing about what lies beside it.
     size, source = _weight_bytes(config.parent) if config.name == "config.json" else (None, "")
     return ModelFiles(config, text, size, source)
+
+
+def _refuse_twice(path: Path, text: str) -> None:
+    """Refuses a field that is there twice: readers would disagree about which one counts."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InvalidArgumentError(f"{path}: config field '{twice}': is there twice")
+        return fields
+
+    # Text that is not JSON is refused by the reader of the config, which says where.
+    try:
+        json.loads(text, object_pairs_hook=once)
+    except InvalidArgumentError:
+        raise
+    except (ValueError, RecursionError):
+        return
 
 
 def _weight_bytes(directory: Path) -> tuple[int | None, str]:

@@ -25,11 +25,14 @@ def is_archive(path: Path) -> bool:
 def members(path: Path, bad: BadLines) -> list[str]:
     """Names of the files in a directory or archive, sorted.
 
+    Args:
+        path: the directory or archive.
+        bad: what to do with an archive that is damaged from some place on.
+
     Raises:
         InvalidArgumentError: with the path and the reason.
     """
-    quiet = BadLines(path, skip=bad.skip)
-    return [name for name, _ in read_members(path, lambda _: True, quiet, content=False)]
+    return [name for name, _ in read_members(path, lambda _: True, bad, content=False)]
 
 
 def read_members(
@@ -61,7 +64,9 @@ def read_members(
     except OSError as error:
         raise InvalidArgumentError(f"{path}: {error.strerror or error}") from error
     except DAMAGE as error:
-        raise InvalidArgumentError(f"{path}: {error}") from error
+        raise InvalidArgumentError(
+            f"{path}: not an archive, or cut off before its first file ends"
+        ) from error
 
 
 def _entries(archive: tarfile.TarFile, bad: BadLines) -> list[tarfile.TarInfo]:
@@ -72,7 +77,7 @@ def _entries(archive: tarfile.TarFile, bad: BadLines) -> list[tarfile.TarInfo]:
             entries.append(entry)
     except DAMAGE as error:
         last = entries[-1].name if entries else "the start"
-        bad.report(f"after {last}", f"the archive is damaged: {error}")
+        bad.report(f"after {last}", _reason(error))
     return sorted(entries, key=lambda entry: entry.name)
 
 
@@ -81,5 +86,10 @@ def _content(archive: tarfile.TarFile, entry: tarfile.TarInfo, bad: BadLines) ->
         member = archive.extractfile(entry)
         return b"" if member is None else member.read()
     except DAMAGE as error:
-        bad.report(entry.name, f"the archive is damaged: {error}")
+        bad.report(entry.name, _reason(error))
         return None
+
+
+def _reason(error: Exception) -> str:
+    # Python's words for an early end are those of the compression, one for each.
+    return "the archive is cut off" if isinstance(error, EOFError) else f"the archive is damaged: {error}"

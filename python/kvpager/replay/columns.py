@@ -20,6 +20,9 @@ MAX_TOKENS = 1 << 24
 """Longest prompt or output that is believed (16 million tokens)."""
 
 
+MAX_SECONDS = 10 * 365 * 86400
+"""Longest trace that is believed (10 years): a time beyond that is damage, or in another unit."""
+
 MAX_RECENT = 4096
 """Prompts that are remembered whole, by their first id."""
 
@@ -43,6 +46,13 @@ class BadLines:
     skip: bool = False
     count: int = 0
     first: str | None = None
+
+    def skipped(self) -> str:
+        """What was skipped, to end a complaint that nothing is left; empty if nothing was."""
+        if not self.count:
+            return ""
+        lines = "1 bad line" if self.count == 1 else f"{self.count:,} bad lines"
+        return f": {lines} skipped, the first: {self.first}"
 
     def report(self, line: int | str, reason: str) -> None:
         """Notes a bad line.
@@ -118,6 +128,7 @@ class ColumnsBuilder:
         self._every_block = every_block
         self._shown_id = shown_id
         self._columns = Columns()
+        self._first_arrival: float | None = None
         self._last_arrival = 0.0
         self._parents: dict[int, int] = {}
         self._recent: dict[int, Sequence[int]] = {}
@@ -153,12 +164,21 @@ class ColumnsBuilder:
         columns.hash_ids.extend(hash_ids)
         columns.hash_start.append(len(columns.hash_ids))
         self._last_arrival = arrival
+        if self._first_arrival is None:
+            self._first_arrival = arrival
 
     def _check_times(self, arrival: float, think_time: float) -> None:
         if not (math.isfinite(arrival) and arrival >= 0):
             raise LineError(f"arrival time is {arrival}, expected a finite number of at least 0")
         if not (math.isfinite(think_time) and think_time >= 0):
             raise LineError(f"think time is {think_time}, expected a finite number of at least 0")
+        late = arrival - (arrival if self._first_arrival is None else self._first_arrival)
+        if late > MAX_SECONDS:
+            raise LineError(
+                f"time is {late:.6g} s after the first: more than {MAX_SECONDS} s are not believed"
+            )
+        if think_time > MAX_SECONDS:
+            raise LineError(f"think time is {think_time:.6g} s: more than {MAX_SECONDS} s are not believed")
         if self._in_order and arrival < self._last_arrival:
             raise LineError(f"time goes back: {arrival:.6g} s after {self._last_arrival:.6g} s")
 

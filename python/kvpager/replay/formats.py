@@ -46,6 +46,8 @@ def open_trace(
     Raises:
         InvalidArgumentError: with file, line and reason.
     """
+    if not source:
+        raise InvalidArgumentError("the name of the trace is empty")
     if source.startswith("generate:"):
         _refuse_field(tenants, "generated")
         if format_name != "auto":
@@ -114,12 +116,13 @@ def detect_format(path: Path, bad: BadLines) -> str:
 
 
 def _detect_members(path: Path, bad: BadLines) -> str:
-    names = members(path, bad)
+    quiet = BadLines(path, skip=bad.skip)
+    names = members(path, quiet)
     if any(name.endswith("-dataset.json") for name in names):
         return "servegen"
     if any(name.endswith(".json") for name in names):
         return "sessions"
-    raise InvalidArgumentError(f"{path}: neither session files nor client sets in it")
+    raise InvalidArgumentError(f"{path}: neither session files nor client sets in it{quiet.skipped()}")
 
 
 def _detect_json(line: bytes) -> str:

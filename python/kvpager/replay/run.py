@@ -120,8 +120,7 @@ def _first(trace: Trace, requests: Iterator[Columns]) -> Columns:
     if first is not None:
         return first
     bad = trace.bad
-    skipped = f": {bad.count} bad lines skipped, the first: {bad.first}" if bad.count else ""
-    raise InvalidArgumentError(f"{bad.path}: no requests in it{skipped}")
+    raise InvalidArgumentError(f"{bad.path}: no requests in it{bad.skipped()}")
 
 
 def run_replay(

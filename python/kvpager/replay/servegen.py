@@ -58,7 +58,7 @@ def read_servegen(path: Path, bad: BadLines, *, seed: int = 0, requests: int | N
     """
     clients = _clients(path, bad)
     if not clients:
-        raise InvalidArgumentError(f"{path}: no client with a rate and lengths")
+        raise InvalidArgumentError(f"{path}: no client with a rate and lengths{bad.skipped()}")
     count = DEFAULT_REQUESTS if requests is None else requests
     columns = _sample(clients, count, np.random.default_rng(seed))
     return Trace(

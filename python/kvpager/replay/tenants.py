@@ -191,9 +191,9 @@ def _refuse(text: str, reason: str) -> InvalidArgumentError:
 def _shares(text: str) -> dict[str, float]:
     shares: dict[str, float] = {}
     for part in text.split(","):
-        name, _, share = part.partition("=")
+        name, given, share = part.partition("=")
         try:
-            value = float(share or "1")
+            value = float(share) if given else 1.0
         except ValueError:
             value = -1.0
         if not name or name in shares or not 0 < value < float("inf"):

@@ -33,7 +33,7 @@ impl std::fmt::Display for HandleFault {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// Wait, or ask for less: the pool's capacity is promised or in use.
-    #[error("{needed} blocks needed, {available} of {capacity} uncommitted")]
+    #[error("{} needed, {available} of {capacity} uncommitted", count(*needed, "block"))]
     OutOfBlocks {
         /// Blocks asked for.
         needed: u64,
@@ -43,7 +43,7 @@ pub enum Error {
         capacity: u64,
     },
     /// Wait, or ask for less: the account's own limit.
-    #[error("{needed} blocks needed, account {account} may take {available} more of its limit of {limit}")]
+    #[error("{} needed, account {account} {}", count(*needed, "block"), room(*available, *limit))]
     OverQuota {
         /// The account that asked.
         account: AccountId,
@@ -55,7 +55,7 @@ pub enum Error {
         limit: u64,
     },
     /// Evict cached blocks, then try again: the capacity is granted, but too few blocks are free.
-    #[error("{needed} free blocks needed, {free} free and {cached} cached: evict cached blocks first")]
+    #[error("{} needed, {free} free and {cached} cached: evict cached blocks first", count(*needed, "free block"))]
     NeedsReclaim {
         /// Blocks asked for.
         needed: u64,
@@ -92,6 +92,18 @@ pub enum Error {
     /// The call is not allowed now: another thread is in the scheduler, a step is open, the id is unknown.
     #[error("{0}")]
     WrongState(String),
+}
+
+/// `1 block`, `2 blocks`.
+pub(crate) fn count(number: u64, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}
+
+fn room(available: u64, limit: u64) -> String {
+    match available {
+        0 => format!("has all of its limit of {limit}"),
+        _ => format!("may take {available} more of its limit of {limit}"),
+    }
 }
 
 impl Error {

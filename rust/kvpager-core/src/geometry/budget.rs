@@ -6,6 +6,7 @@
 
 use super::batch_arrays::{BatchArray, BatchLimits};
 use super::kv::KvGeometry;
+use crate::error::count;
 use crate::{Error, Result};
 
 const MIB: u64 = 1 << 20;
@@ -173,16 +174,19 @@ impl Room {
         let terms: Vec<String> =
             self.parts.iter().map(|part| format!("{} {}", part.name.replace('_', " "), part.bytes)).collect();
         Err(Error::invalid(format!(
-            "{} blocks fit, but a request of {request} tokens needs {needed}: one block is {} bytes, and {} of {} \
-             available bytes are left after {} ({}). The longest request that fits has {longest} tokens. What \
+            "{} fit{}, but a request of {} needs {needed}: one block is {} bytes, and {} of {} \
+             available bytes are left after {} ({}). The longest request that fits has {}. What \
              helps: a shorter --max-model-tokens, a smaller --kv-dtype, more --tp or --pp, fewer \
              --max-batch-tokens, smaller weights; a larger share only if the device has the memory free",
-            self.num_blocks,
+            count(self.num_blocks, "block"),
+            if self.num_blocks == 1 { "s" } else { "" },
+            count(request, "token"),
             geometry.block_bytes(input.block_size),
             self.cache,
             self.available,
             self.used,
             terms.join(", "),
+            count(longest, "token"),
         )))
     }
 }
@@ -205,7 +209,7 @@ impl Budget {
         let block_bytes = geometry.block_bytes(input.block_size);
         let rest = |name, bytes, note: String| BudgetPart { name, bytes, origin: Origin::Remainder, note };
         let (blocks, beyond) = (num_blocks * block_bytes, input.device_memory.saturating_sub(available));
-        parts.push(rest("cache", blocks, format!("{num_blocks} blocks of {block_bytes} bytes")));
+        parts.push(rest("cache", blocks, format!("{} of {block_bytes} bytes", count(num_blocks, "block"))));
         parts.push(rest("left_over", cache - blocks, "less than a block".into()));
         parts.push(rest("not_offered", beyond, "in use by others, or beyond the share".into()));
         Ok(Self {

@@ -123,6 +123,15 @@ pub struct IndexConfig {
 pub const MAX_BLOCK_SIZE: u32 = 65_536;
 
 impl IndexConfig {
+    /// Refuses what an index over so many blocks would, before a pool of them is built.
+    ///
+    /// # Errors
+    /// As [`PrefixIndex::new`].
+    pub fn check_for(&self, num_blocks: u32) -> Result<()> {
+        self.check()?;
+        TokenArena::check_memory(num_blocks, self.block_size as usize)
+    }
+
     fn check(&self) -> Result<()> {
         match self.block_size {
             1..=MAX_BLOCK_SIZE => Ok(()),

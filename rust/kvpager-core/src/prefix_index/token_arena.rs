@@ -23,21 +23,22 @@ pub(super) struct TokenArena {
 unsafe impl Sync for TokenArena {}
 
 impl TokenArena {
+    /// Refuses rows that take more than the machine's memory: the system may promise more than it has, and end the
+    /// process when the pages are written.
+    pub(super) fn check_memory(num_blocks: u32, block_size: usize) -> Result<()> {
+        let num_bytes = num_bytes(num_blocks, block_size);
+        match physical_memory().filter(|&memory| num_bytes as u64 > memory) {
+            Some(memory) => Err(too_many(num_blocks, block_size, &format!("the machine's {memory}"))),
+            None => Ok(()),
+        }
+    }
+
     /// An arena of zeroed rows. Every page is written here, so that none is faulted in by an insertion.
     pub(super) fn new(num_blocks: u32, block_size: usize) -> Result<Self> {
-        let num_words = (num_blocks as usize).saturating_mul(block_size);
-        let num_bytes = num_words.saturating_mul(size_of::<u32>());
-        let too_many = |there_is: String| {
-            Error::invalid(format!(
-                "the token ids of {num_blocks} blocks of {block_size} take {num_bytes} bytes, more than {there_is}"
-            ))
-        };
-        // The system may promise more than it has, and end the process when the pages are written.
-        if let Some(memory) = physical_memory().filter(|&memory| num_bytes as u64 > memory) {
-            return Err(too_many(format!("the machine's {memory}")));
-        }
+        Self::check_memory(num_blocks, block_size)?;
+        let num_words = num_bytes(num_blocks, block_size) / size_of::<u32>();
         let mut words = Vec::new();
-        words.try_reserve_exact(num_words).map_err(|_| too_many("there is".to_owned()))?;
+        words.try_reserve_exact(num_words).map_err(|_| too_many(num_blocks, block_size, "there is"))?;
         // `vec![0; n]` would take lazily zeroed pages.
         words.resize(num_words, std::hint::black_box(0u32));
         let words = words.into_boxed_slice();
@@ -91,6 +92,17 @@ impl TokenArena {
             std::ptr::copy_nonoverlapping(tokens.as_ptr(), UnsafeCell::raw_get(cells.as_ptr()), tokens.len());
         }
     }
+}
+
+fn num_bytes(num_blocks: u32, block_size: usize) -> usize {
+    (num_blocks as usize).saturating_mul(block_size).saturating_mul(size_of::<u32>())
+}
+
+fn too_many(num_blocks: u32, block_size: usize, there_is: &str) -> Error {
+    Error::invalid(format!(
+        "the token ids of {num_blocks} blocks of {block_size} take {} bytes, more than {there_is}",
+        num_bytes(num_blocks, block_size)
+    ))
 }
 
 /// Bytes of the machine's memory, where the system says so.

@@ -59,12 +59,15 @@ impl Replay {
     pub fn new(config: ReplayConfig) -> Result<Self> {
         config.validate()?;
         let num_tenants = config.tenants.len() as u32;
+        let index_config = IndexConfig { block_size: config.block_size, eviction: config.eviction };
+        if config.reuse {
+            index_config.check_for(config.num_blocks)?;
+        }
         let pool_config = PoolConfig { num_blocks: config.num_blocks, ..PoolConfig::default() };
         let pool = BlockPool::new(PoolConfig {
             max_accounts: pool_config.max_accounts.max(num_tenants + 4),
             ..pool_config
         })?;
-        let index_config = IndexConfig { block_size: config.block_size, eviction: config.eviction };
         let index = config.reuse.then(|| PrefixIndex::new(Arc::clone(&pool), index_config)).transpose()?;
         let waiting = Waiting::new(config.tenants.len(), config.queue_depth);
         let limits = scheduler_config(&config, waiting.max_submitted());

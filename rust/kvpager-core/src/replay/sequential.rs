@@ -47,10 +47,12 @@ impl SequentialReplay {
         hash_block: u32,
         tenants: &[String],
     ) -> Result<Self> {
+        let index_config = IndexConfig { block_size, eviction };
+        index_config.check_for(num_blocks)?;
         let defaults = PoolConfig { num_blocks, ..PoolConfig::default() };
         let max_accounts = defaults.max_accounts.max(tenants.len() as u32 + 4);
         let pool = BlockPool::new(PoolConfig { max_accounts, ..defaults })?;
-        let index = PrefixIndex::new(Arc::clone(&pool), IndexConfig { block_size, eviction })?;
+        let index = PrefixIndex::new(Arc::clone(&pool), index_config)?;
         let namespace = |name: &String| {
             let account = pool.add_account(Quota { guaranteed: 0, limit: num_blocks })?;
             let scope = ShareScope::Private(name.clone());
