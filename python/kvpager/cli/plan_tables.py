@@ -100,9 +100,10 @@ def _budget(result: dict[str, Any]) -> Table:
 
 
 def _print_outcome(console: Console, result: dict[str, Any]) -> None:
+    blocks, size = counted(result["num_blocks"], "block"), counted(result["block_size"], "token")
     console.print(
-        f"{counted(result['num_blocks'], 'block')} of {counted(result['block_size'], 'token')}, room for "
-        f"{counted(result['max_tokens'], 'token')}; the longest single request: {_tokens(result['longest_request'])}"
+        f"{blocks} of {size}, room for {counted(result['max_tokens'], 'token')}; "
+        f"the longest single request: {_tokens(result['longest_request'])}"
     )
     request = result["full_length_request"]
     if request is not None:

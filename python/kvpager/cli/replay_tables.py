@@ -259,7 +259,8 @@ def _burst_line(run: Run) -> str:
         f"{_title(run)}: the busiest {burst['window']:g} s (from {burst['from']:,.0f} s) brought "
         f"{counted(burst['arrivals'], 'request')}, {burst['times_mean']:.1f} times the mean (index of "
         f"dispersion {burst['index_of_dispersion']:.1f}); {burst['refused']:,} refused, "
-        f"{burst['preempted_requests']:,} preempted, {counted(burst['peak_held'], 'block')} held at most when one ended"
+        f"{burst['preempted_requests']:,} preempted, "
+        f"{counted(burst['peak_held'], 'block')} held at most when one ended"
     )
 
 
