@@ -242,3 +242,13 @@ def test_gguf_file_gives_geometry_and_weights() -> None:
     )
     assert result["kv_bytes_per_token"] == 23040
     assert 50 << 20 < result["budget"]["weights"] < model.stat().st_size
+
+
+def test_one_of_a_thing_is_not_many(config: Path) -> None:
+    parts = ("--weights", "0", "--activations", "0", "--workspace", "0", "--runtime", "0", "--graphs", "0")
+    options = (*parts, "--safety-margin", "0", "--max-running", "1", "--max-batch-tokens", "1")
+    done = plan(config, "--device-memory", str(131072 * 16), *options)
+    assert done.returncode == 0, done.stderr
+    assert "1 block of 16 tokens, room for 16 tokens" in done.stdout
+    refused = plan(config, "--device-memory", str(131072 * 16), *options, "--max-model-tokens", "17")
+    assert "1 block fits, but a request of 17 tokens needs 2" in " ".join(refused.stderr.split())

@@ -27,7 +27,8 @@ def check_usage(given: Mapping[str, object]) -> None:
     Raises:
         InvalidArgumentError: with the option and why it has no effect.
     """
-    empty = next((name for name, value in given.items() if value == ""), None)
+    # The trace is no option: who opens it refuses an empty name.
+    empty = next((name for name, value in given.items() if value == "" and name != "trace"), None)
     if empty is not None:
         raise InvalidArgumentError(f"{_flag(empty)} is empty")
     if given.get("sequential"):
