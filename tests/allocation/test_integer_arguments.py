@@ -55,6 +55,7 @@ class Calls:
             ("KvGeometry", "from_config_json"): (core.KvGeometry.from_config_json, {"text": CONFIG}),
             ("KvGeometry", "bytes_for_length"): (self.geometry.bytes_for_length, {}),
             ("KvGeometry", "blocks_for_length"): (self.geometry.blocks_for_length, {"length": 5}),
+            ("KvGeometry", "weights_on_device"): (self.geometry.weights_on_device, {}),
             ("KvGeometry", "batch_arrays"): (self.geometry.batch_arrays, {}),
             ("KvGeometry", "budget"): (self.geometry.budget, {"device_memory": 2**34}),
             ("BlockPool", "__new__"): (BlockPool, {"num_blocks": 4}),

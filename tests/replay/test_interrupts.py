@@ -131,7 +131,7 @@ def test_first_ctrl_c_asks_and_the_second_raises() -> None:
 def test_early_ctrl_c_leaves_no_traceback(after: float) -> None:
     """While modules load; before Python has read this package nobody can listen."""
     ready = "from kvpager.__main__ import main; print(flush=True); main()"
-    command = [sys.executable, "-c", ready, *LONG]
+    command = [sys.executable, "-c", ready, "replay", *LONG]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
