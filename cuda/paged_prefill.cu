@@ -26,6 +26,10 @@ struct PrefillShape {
   static constexpr bool kQueryInShared = kDim > 128;  // registers hold the fragments of smaller heads
   static constexpr int kPartFloats = kDim + 2;
   using Tile = Stage<KV, T, kDim, kTokens>;
+  // int8 weights are rounded with their scales, which leaves no sum to compare; fp16 rounds finely enough; with heads
+  // of 96 the compiler spills for it.
+  static constexpr bool kUnrounds =
+      IsBFloat16<T>::value && kDim != 96 && (!IsInt8<KV>::value || Tile::kScaledValues);
   static constexpr int kStageBytes = 2 * Tile::kBytes;
   static constexpr int kQueryBytes = kQueryInShared ? kRows * kStride * 2 : 0;
   static constexpr int kPartBytes = kRows * kKvWarps * kPartFloats * 4;
@@ -52,6 +56,13 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
   unsigned packed;
   memcpy(&packed, pair, 4);
   return packed;
+}
+
+template <class T>
+__device__ __forceinline__ float sum_of_pair(unsigned packed) {
+  T pair[2];
+  memcpy(pair, &packed, 4);
+  return to_float(pair[0]) + to_float(pair[1]);
 }
 
 // What a lane keeps: rows lane / 4 and lane / 4 + 8 of its warp's 16.
@@ -118,7 +129,7 @@ __device__ __forceinline__ void weigh(const AttentionParams& p, const RowView (&
     const float rescale = fast_exp2(state.maximum[r] - finite_base(maximum[r]));
     state.maximum[r] = maximum[r];
     state.sum[r] *= rescale;
-    state.rounded_sum[r] *= rescale;
+    if constexpr (Shape::kUnrounds) state.rounded_sum[r] *= rescale;
 #pragma unroll
     for (int d = 0; d < kDim / 8; d++) {
       state.acc[d][2 * r] *= rescale;
@@ -131,12 +142,8 @@ __device__ __forceinline__ void weigh(const AttentionParams& p, const RowView (&
     for (int i = 0; i < 4; i++) {
       scores[n][i] = fast_exp2(scores[n][i] - finite_base(maximum[i / 2]));
       state.sum[i / 2] += scores[n][i];
-      if constexpr (IsInt8<KV>::value && !Shape::Tile::kScaledValues) {
-        scores[n][i] *= value_scales[n * 8 + column + i % 2];  // rounded with its scale: no sum to compare
-      } else {
-        scores[n][i] = to_float(from_float<T>(scores[n][i]));
-        state.rounded_sum[i / 2] += scores[n][i];
-      }
+      if constexpr (IsInt8<KV>::value && !Shape::Tile::kScaledValues)
+        scores[n][i] *= value_scales[n * 8 + column + i % 2];
     }
   }
 }
@@ -152,6 +159,10 @@ __device__ __forceinline__ void multiply_values(const T* values, const float (&w
                               pack<T>(weights[2 * k][2], weights[2 * k][3]),
                               pack<T>(weights[2 * k + 1][0], weights[2 * k + 1][1]),
                               pack<T>(weights[2 * k + 1][2], weights[2 * k + 1][3])};
+    if constexpr (Shape::kUnrounds) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) state.rounded_sum[i % 2] += sum_of_pair<T>(left[i]);
+    }
 #pragma unroll
     for (int d = 0; d < kDim / 8; d += 2) {
       // Matrices, transposed: positions 0-7 and 8-15 of the first eight elements, then of the next eight.
@@ -253,7 +264,8 @@ __global__ void __launch_bounds__(32 * kRowWarps * kKvWarps)
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float sum = sum_over_lanes<4>(state.sum[r]);
-    const float factor = unround(sum, sum_over_lanes<4>(state.rounded_sum[r]));
+    float factor = 1.f;
+    if constexpr (Shape::kUnrounds) factor = unround(sum, sum_over_lanes<4>(state.rounded_sum[r]));
     float* part = parts + ((row_warp * 16 + lane / 4 + r * 8) * kKvWarps + kv_warp) * Shape::kPartFloats;
 #pragma unroll
     for (int d = 0; d < kDim / 8; d++) {
