@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -180,9 +181,19 @@ def test_abort_in_the_middle_frees_everything(step: int, open_steps: int) -> Non
     engine.close()
 
 
+class SlowRunner(PagedRunner):
+    """So slow that a search of 100 tokens outlasts the patience of its reader."""
+
+    def run(self, *arguments: Any) -> Any:
+        time.sleep(0.005)
+        return super().run(*arguments)
+
+
 def test_leaving_the_stream_frees_the_beams() -> None:
+    config = EngineConfig(num_blocks=256, block_size=4, max_running=16, max_batch_tokens=64)
+
     async def main() -> None:
-        async with AsyncEngine(new_engine()) as engine:
+        async with AsyncEngine(Engine(SlowRunner(VOCABULARY), config)) as engine:
             params = GenerationParams(max_tokens=100, beam_width=8, n=2)
             stream = engine.generate([3] * 30, params)
             with pytest.raises(TimeoutError):
