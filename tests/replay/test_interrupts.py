@@ -127,6 +127,15 @@ def test_first_ctrl_c_asks_and_the_second_raises() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def ended(process: subprocess.Popen[str]) -> str:
+    """Standard error of a process that is to end by itself; one that does not is killed."""
+    try:
+        return process.communicate(timeout=60)[1]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+
+
 @pytest.mark.parametrize("after", [0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5])
 def test_early_ctrl_c_leaves_no_traceback(after: float) -> None:
     """While modules load; before Python has read this package nobody can listen."""
@@ -137,6 +146,32 @@ def test_early_ctrl_c_leaves_no_traceback(after: float) -> None:
         process.stdout.readline()
         time.sleep(after)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        err = ended(process)
     assert "Traceback" not in err
+    assert process.returncode == 130
+
+
+SWALLOWED_IN = """
+import os, signal, sys
+from kvpager.__main__ import main
+
+class Finder:
+    # What Python does with an exception in a callback of an import's lock: it goes no further.
+    def find_spec(self, name, path=None, target=None):
+        if name == "MODULE":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                pass
+
+sys.meta_path.insert(0, Finder())
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "kvpager.replay.study"])
+def test_ctrl_c_that_an_import_would_swallow_ends_the_command(module: str) -> None:
+    command = [sys.executable, "-c", SWALLOWED_IN.replace("MODULE", module), "replay", *LONG]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert ended(process) == ""
     assert process.returncode == 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,6 +90,9 @@ def profile(
     cases: list[dict[str, Any]] = []
     recorded = []
     is_interrupted = False
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        # There is something to save now: Ctrl-C while a peer's modules load is an exception like any other.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for load in loads:
             case, times = _measure(load, steps, spans=trace is not None, shown=not as_json)
