@@ -268,13 +268,16 @@ def rounds(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, list[float]]]:
     """Tokens per second, CPU seconds of this process, and the share of the time in the model, of each round.
 
-    The ways take turns, so that noise meets all of them. CPU time stays comparable on a busy machine.
+    The ways take turns, and another one begins each round, so that noise meets all of them. CPU time stays
+    comparable on a busy machine.
     """
     rates: dict[str, list[float]] = {name: [] for name in ways}
     costs: dict[str, list[float]] = {name: [] for name in ways}
     inside: dict[str, list[float]] = {name: [] for name in ways}
+    contenders = list(zip(ways, ways.values(), runners, strict=True))
     for number in range(repeat + 1):
-        for (name, way), runner in zip(ways.items(), runners, strict=True):
+        first = number % len(contenders)
+        for name, way, runner in contenders[first:] + contenders[:first]:
             start, runner.seconds = time.process_time(), 0.0
             seconds = way()
             if number:  # the first round warms up

@@ -22,6 +22,7 @@ from kvpager.server.page import page_html
 from kvpager.server.protocol import ChatRequest, CompletionRequest, parse_request
 from kvpager.server.settings import ServerSettings
 from kvpager.server.stats import operator_stats, tenant_stats
+from kvpager.server.turns import Turns
 
 __all__ = ["create_app", "create_operator_app"]
 
@@ -57,6 +58,7 @@ def _new_app(settings: ServerSettings) -> FastAPI:
     )  # the documentation pages fetch from elsewhere
     add_error_handlers(app)
     app.add_middleware(RequestLimits, max_bytes=settings.max_body_bytes)
+    app.add_middleware(Turns)  # the outermost: added last
     return app
 
 

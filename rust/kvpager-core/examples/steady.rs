@@ -3,10 +3,8 @@
 //! `benches/python/scheduler_profile.py` runs it under valgrind, built with and without the recording of phases.
 
 use kvpager_core::block_pool::{BlockPool, PoolConfig};
-use kvpager_core::prefix_index::{EvictionPolicy, Fingerprint, IndexConfig, PrefixIndex};
-use kvpager_core::scheduler::{
-    QueueLimits, Request, Scheduler, SchedulerConfig, Share, Sharing, TenantConfig,
-};
+use kvpager_core::prefix_index::{EvictionPolicy, IndexConfig, PrefixIndex};
+use kvpager_core::scheduler::{Request, Scheduler, SchedulerConfig, TenantConfig};
 use kvpager_core::{Error, Result};
 use std::sync::Arc;
 
@@ -40,17 +38,7 @@ fn run(running: u32, steps: u32, is_recorded: bool) -> Result<()> {
         ..SchedulerConfig::default()
     };
     let scheduler = Scheduler::new(pool, Some(index), config)?;
-    let tenant = scheduler.add_tenant(&TenantConfig {
-        name: "bench".to_owned(),
-        guaranteed_blocks: 0,
-        limit_blocks: num_blocks,
-        weight: 1.0,
-        fingerprint: Fingerprint::default(),
-        queue: QueueLimits::NONE,
-        sharing: Sharing::default(),
-        share: Share::default(),
-        max_session_blocks: None,
-    })?;
+    let tenant = scheduler.add_tenant(&TenantConfig::new("bench", num_blocks))?;
     for i in 0..running {
         let prompt = (0..PROMPT + i % BLOCK_SIZE).map(|place| i * 131 + place).collect();
         scheduler.submit(Request::new(Arc::clone(&tenant), prompt, max_tokens))?;

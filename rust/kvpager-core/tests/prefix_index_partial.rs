@@ -8,7 +8,7 @@ use kvpager_core::block_pool::{BlockPool, PoolConfig, Quota};
 use kvpager_core::prefix_index::{
     EvictionPolicy, Fingerprint, IndexConfig, Isolation, PrefixIndex, ShareScope,
 };
-use kvpager_core::scheduler::{QueueLimits, Share, Sharing, Tenant, TenantConfig};
+use kvpager_core::scheduler::{Sharing, Tenant, TenantConfig};
 use kvpager_core::{NamespaceId, SequenceId};
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -69,15 +69,9 @@ fn tenant(engine: &Engine, name: &str, isolation: Isolation, blocks: u32) -> Arc
     engine
         .scheduler
         .add_tenant(&TenantConfig {
-            name: name.to_owned(),
             guaranteed_blocks,
-            limit_blocks: blocks,
-            weight: 1.0,
-            fingerprint: Fingerprint::default(),
-            queue: QueueLimits::NONE,
             sharing: Sharing { isolation, ..Sharing::default() },
-            share: Share::default(),
-            max_session_blocks: None,
+            ..TenantConfig::new(name, blocks)
         })
         .unwrap()
 }

@@ -3,23 +3,13 @@
 mod support;
 
 use kvpager_core::SequenceId;
-use kvpager_core::scheduler::{AdmissionPolicy, SchedulerConfig, Share, Sharing, Tenant, TenantConfig};
+use kvpager_core::scheduler::{AdmissionPolicy, SchedulerConfig, Tenant, TenantConfig};
 use proptest::prelude::*;
 use std::sync::Arc;
 use support::{Engine, config, prompt, request};
 
 fn weighted(engine: &Engine, name: &str, weight: f64) -> Arc<Tenant> {
-    let config = TenantConfig {
-        name: name.to_owned(),
-        guaranteed_blocks: 0,
-        limit_blocks: engine.pool.num_blocks(),
-        weight,
-        fingerprint: Default::default(),
-        queue: kvpager_core::scheduler::QueueLimits::NONE,
-        sharing: Sharing::default(),
-        share: Share::default(),
-        max_session_blocks: None,
-    };
+    let config = TenantConfig { weight, ..TenantConfig::new(name, engine.pool.num_blocks()) };
     engine.scheduler.add_tenant(&config).expect("a tenant")
 }
 

@@ -3,8 +3,7 @@
 mod support;
 
 use kvpager_core::Error;
-use kvpager_core::prefix_index::Fingerprint;
-use kvpager_core::scheduler::{Deadline, FinishReason, QueueLimits, Request, Share, Sharing, TenantConfig};
+use kvpager_core::scheduler::{Deadline, FinishReason, QueueLimits, Request, TenantConfig};
 use std::sync::Arc;
 use support::{Engine, config, expected_output, prompt, request};
 
@@ -58,17 +57,7 @@ fn a_deadline_in_seconds_follows_the_callers_clock() {
 }
 
 fn bounded(engine: &Engine, name: &str, queue: QueueLimits) -> Arc<kvpager_core::scheduler::Tenant> {
-    let config = TenantConfig {
-        name: name.to_owned(),
-        guaranteed_blocks: 0,
-        limit_blocks: engine.pool.num_blocks(),
-        weight: 1.0,
-        fingerprint: Fingerprint::default(),
-        queue,
-        sharing: Sharing::default(),
-        share: Share::default(),
-        max_session_blocks: None,
-    };
+    let config = TenantConfig { queue, ..TenantConfig::new(name, engine.pool.num_blocks()) };
     engine.scheduler.add_tenant(&config).expect("a tenant of a new name")
 }
 

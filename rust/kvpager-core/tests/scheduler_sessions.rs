@@ -28,17 +28,8 @@ fn turn(engine: &mut Engine, session: &Arc<Session>, prompt: &[u32], max_tokens:
 }
 
 fn capped(engine: &Engine, name: &str, most: u32) -> Arc<Tenant> {
-    let config = TenantConfig {
-        name: name.to_owned(),
-        guaranteed_blocks: 0,
-        limit_blocks: engine.pool.num_blocks(),
-        weight: 1.0,
-        fingerprint: Default::default(),
-        queue: kvpager_core::scheduler::QueueLimits::NONE,
-        sharing: Default::default(),
-        share: Default::default(),
-        max_session_blocks: Some(most),
-    };
+    let config =
+        TenantConfig { max_session_blocks: Some(most), ..TenantConfig::new(name, engine.pool.num_blocks()) };
     engine.scheduler.add_tenant(&config).expect("a tenant")
 }
 

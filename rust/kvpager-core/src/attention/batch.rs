@@ -33,7 +33,7 @@ impl BatchView<'_> {
             let first = sequence.context.saturating_sub(sequence.end - sequence.start);
             let low = window.map_or(0, |window| (first + 1).saturating_sub(window as usize));
             blocks.clear();
-            self.copy_blocks(sequence.row, low.min(sequence.context), sequence.context, &mut blocks)?;
+            self.row_blocks(sequence.row, low.min(sequence.context), sequence.context, &mut blocks)?;
         }
         Ok(())
     }
@@ -95,7 +95,7 @@ impl BatchView<'_> {
     }
 
     /// Copies the ids of the blocks that hold positions `low..high` of a table row, each checked.
-    pub(super) fn copy_blocks(
+    pub(super) fn row_blocks(
         &self,
         row: usize,
         low: usize,

@@ -156,11 +156,11 @@ fn add_sequence(checked: &mut Checked<'_>, sequence: &Sequence, from: usize) -> 
 fn add_prefix(checked: &mut Checked<'_>, members: &[Sequence], length: usize) -> Result<()> {
     let Some(first) = members.first() else { return Ok(()) };
     let mut shared = Vec::new();
-    checked.request.copy_blocks(first.row, 0, length, &mut shared)?;
+    checked.request.batch().row_blocks(first.row, 0, length, &mut shared)?;
     let mut rows = Vec::new();
     for member in members {
         let mut own = Vec::new();
-        checked.request.copy_blocks(member.row, 0, length, &mut own)?;
+        checked.request.batch().row_blocks(member.row, 0, length, &mut own)?;
         if let Some(column) = own.iter().zip(&shared).position(|(own, shared)| own != shared) {
             return Err(Error::invalid(format!(
                 "sequences {} and {} do not share their first {length} tokens: entry {column} is block {} and {}",
@@ -178,7 +178,7 @@ fn add_strips(checked: &mut Checked<'_>, table_row: usize, rows: Vec<Row>) -> Re
     let low = rows.iter().map(|row| row.low).min().unwrap_or(0);
     let high = rows.iter().map(|row| row.high).max().unwrap_or(0);
     let first_block = checked.blocks.len();
-    checked.request.copy_blocks(table_row, low, high, &mut checked.blocks)?;
+    checked.request.batch().row_blocks(table_row, low, high, &mut checked.blocks)?;
     for chunk in rows.chunks(tokens) {
         let start = checked.rows.len();
         checked.rows.extend_from_slice(chunk);

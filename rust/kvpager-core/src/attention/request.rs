@@ -220,7 +220,7 @@ impl PagedAttention<'_> {
     }
 
     /// What says which positions are read.
-    const fn batch(&self) -> BatchView<'_> {
+    pub(super) const fn batch(&self) -> BatchView<'_> {
         let [num_blocks, block_size, ..] = self.k_cache.shape();
         BatchView {
             num_tokens: self.query.shape()[0],
@@ -231,17 +231,6 @@ impl PagedAttention<'_> {
             query_start: self.query_start,
             context_lens: self.context_lens,
         }
-    }
-
-    /// See [`BatchView::copy_blocks`].
-    pub(super) fn copy_blocks(
-        &self,
-        row: usize,
-        low: usize,
-        high: usize,
-        blocks: &mut Vec<u32>,
-    ) -> Result<()> {
-        self.batch().copy_blocks(row, low, high, blocks)
     }
 }
 

@@ -9,10 +9,10 @@ use super::report::Record;
 use super::tokens::{self, END_TOKEN};
 use super::waiting::Waiting;
 use crate::block_pool::{BlockPool, PoolConfig};
-use crate::prefix_index::{Fingerprint, IndexConfig, PrefixIndex};
+use crate::prefix_index::{IndexConfig, PrefixIndex};
 use crate::scheduler::{
-    BatchArrays, FinishedRequest, QueueLimits, Request, Scheduler, SchedulerConfig, Share, Sharing, Tenant,
-    TenantConfig, ZeroBlocks,
+    BatchArrays, FinishedRequest, QueueLimits, Request, Scheduler, SchedulerConfig, Tenant, TenantConfig,
+    ZeroBlocks,
 };
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -72,19 +72,7 @@ impl Replay {
         let waiting = Waiting::new(config.tenants.len(), config.queue_depth);
         let limits = scheduler_config(&config, waiting.max_submitted());
         let scheduler = Scheduler::new(Arc::clone(&pool), index.clone(), limits)?;
-        let tenant = |name: &String| {
-            scheduler.add_tenant(&TenantConfig {
-                name: name.clone(),
-                guaranteed_blocks: 0,
-                limit_blocks: config.num_blocks,
-                weight: 1.0,
-                fingerprint: Fingerprint::default(),
-                queue: QueueLimits::NONE,
-                sharing: Sharing::default(),
-                share: Share::default(),
-                max_session_blocks: None,
-            })
-        };
+        let tenant = |name: &String| scheduler.add_tenant(&TenantConfig::new(name, config.num_blocks));
         let tenants = config.tenants.iter().map(tenant).collect::<Result<Vec<_>>>()?;
         Ok(Self {
             arrivals: ArrivalQueue::new(config.arrivals),

@@ -101,6 +101,24 @@ pub struct TenantConfig {
     pub max_session_blocks: Option<u32>,
 }
 
+impl TenantConfig {
+    /// A tenant that may use so many blocks and is promised none: weight 1, private, no bound of its queue.
+    #[must_use]
+    pub fn new(name: &str, limit_blocks: u32) -> Self {
+        Self {
+            name: name.to_owned(),
+            guaranteed_blocks: 0,
+            limit_blocks,
+            weight: 1.0,
+            fingerprint: Fingerprint::default(),
+            queue: QueueLimits::NONE,
+            sharing: Sharing::default(),
+            share: Share::default(),
+            max_session_blocks: None,
+        }
+    }
+}
+
 /// Counts of a scheduler. Of the last `step`, `commit` or `abandon`, except what waits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SchedulerStats {

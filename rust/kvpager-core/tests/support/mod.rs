@@ -12,10 +12,10 @@
 
 use kvpager_core::block_pool::{BlockPool, PoolConfig};
 use kvpager_core::geometry::Span;
-use kvpager_core::prefix_index::{EvictionPolicy, Fingerprint, IndexConfig, PrefixIndex};
+use kvpager_core::prefix_index::{EvictionPolicy, IndexConfig, PrefixIndex};
 use kvpager_core::scheduler::{
     AdmissionPolicy, Batch, BatchArrays, FinishedRequest, PADDING_SEQUENCE, QueueLimits, Request, Scheduler,
-    SchedulerConfig, Share, Sharing, Tenant, TenantConfig,
+    SchedulerConfig, Tenant, TenantConfig,
 };
 use kvpager_core::{Error, Result, SequenceId};
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -497,17 +497,7 @@ fn check_moves(arrays: &BatchArrays) {
 }
 
 pub fn tenant_config(name: &str, guaranteed: u32, limit: u32) -> TenantConfig {
-    TenantConfig {
-        name: name.to_owned(),
-        guaranteed_blocks: guaranteed,
-        limit_blocks: limit,
-        weight: 1.0,
-        fingerprint: Fingerprint::default(),
-        queue: QueueLimits::NONE,
-        sharing: Sharing::default(),
-        share: Share::default(),
-        max_session_blocks: None,
-    }
+    TenantConfig { guaranteed_blocks: guaranteed, ..TenantConfig::new(name, limit) }
 }
 
 pub fn request(tenant: &Arc<Tenant>, prompt: &[u32], max_tokens: u32) -> Request {

@@ -8,7 +8,7 @@
 use super::support::{Engine, config, request};
 use kvpager_core::SequenceId;
 use kvpager_core::block_pool::AccountStats;
-use kvpager_core::prefix_index::{Fingerprint, Isolation};
+use kvpager_core::prefix_index::Isolation;
 use kvpager_core::scheduler::{
     AdmissionPolicy, Batch, Deadline, ForecastConfig, HostTierConfig, Overflow, QueueLimits, SchedulerConfig,
     Share, Sharing, Tenant, TenantConfig,
@@ -79,19 +79,15 @@ pub fn acts(longest: u32, steps: usize, most: usize) -> impl Strategy<Value = Ve
 fn add(engine: &Engine, name: &str, isolation: Isolation, quota: (u32, u32)) -> Client {
     let is_strict = isolation == Isolation::Strict;
     let config = TenantConfig {
-        name: name.to_owned(),
         guaranteed_blocks: quota.0,
-        limit_blocks: quota.1,
-        weight: 1.0,
-        fingerprint: Fingerprint::default(),
         queue: QueueLimits { max_requests: 3, max_tokens: 40 },
         sharing: Sharing { isolation, ..Sharing::default() },
-        max_session_blocks: None,
         share: if is_strict {
             Share { max_running: Some(3), max_batch_tokens: Some(9) }
         } else {
             Share::default()
         },
+        ..TenantConfig::new(name, quota.1)
     };
     Client {
         tenant: engine.scheduler.add_tenant(&config).expect("the shares fit"),
