@@ -1290,13 +1290,13 @@ class Scheduler:
         layer_groups: what the layers of each group see, as `KvGeometry.layer_groups` begins:
             `("full", None)`, `("sliding", tokens)`, `("chunked", tokens)`, a query's own token counted. None
             for one full group. All groups take blocks of one pool; a block out of its group's window is let
-            go while the sequence runs. Anything but one full group excludes a host tier, forks, samples and
-            beams. With an index the first group must be full, and tenants have no group and no public scope.
+            go while the sequence runs. Anything but one full group excludes forks, samples and beams. With an
+            index the first group must be full, and tenants have no group and no public scope.
         max_waiting: requests that may wait at once, of all tenants.
         max_waiting_tokens: prompt tokens that may wait at once, of all tenants; None for no bound.
         ageing_steps: steps of waiting that make up for one class of priority; 0 if priorities do not matter.
         max_open_steps: steps that may be planned before the oldest of them is committed; with more than 1,
-            tokens that are not sampled yet are -1 in `Batch.token_ids`. Not with a host tier.
+            tokens that are not sampled yet are -1 in `Batch.token_ids`. Steps run in their order.
         max_prefill_chunk: longest prefill chunk of one sequence in a step; None for the whole budget.
         policy: what must be promised before a request runs. `reserve`: prompt and maximum output, so it is
             never preempted; `watermark` and `forecast` overcommit, and take blocks back when they were wrong.

@@ -41,15 +41,20 @@ class Engine:
         self.histories: dict[int, tuple[int, ...]] = {}
         self.ended: dict[int, str] = {}
         self.kv: dict[int, tuple[int, ...]] = {}
+        self.host: dict[int, tuple[int, ...]] = {}
 
     def copy_blocks(self, batch: kvpager.Batch) -> None:
-        """What a batch moves before its forward pass."""
-        size = self.scheduler.block_size
-        for source, copy in batch.block_copies.tolist():
-            for offset in range(size):
-                content = self.kv.get(source * size + offset)
-                if content is not None:
-                    self.kv[copy * size + offset] = content
+        """What a batch moves before its forward pass, in the order of the stream."""
+        for pairs, source, target in (
+            (batch.swap_out, self.kv, self.host),
+            (batch.swap_in, self.host, self.kv),
+            (batch.block_copies, self.kv, self.kv),
+        ):
+            for start, end in pairs.tolist():
+                for offset in range(self.scheduler.block_size):
+                    content = source.get(start * self.scheduler.block_size + offset)
+                    if content is not None:
+                        target[end * self.scheduler.block_size + offset] = content
 
     def run(self, batch: kvpager.Batch) -> list[list[int]]:
         """Checks all that is read, writes, samples; returns the tokens of each row, right drafts included."""

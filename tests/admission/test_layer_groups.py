@@ -86,8 +86,6 @@ def test_groups_that_are_none_are_refused(groups: object, text: str) -> None:
 
 
 def test_what_needs_one_full_group_is_refused() -> None:
-    with pytest.raises(errors.InvalidArgumentError, match="host tier of 8 blocks"):
-        grouped(host_blocks=8)
     _, scheduler = grouped()
     tenant = scheduler.add_tenant("alice")
     with pytest.raises(errors.InvalidArgumentError, match="3 groups"):

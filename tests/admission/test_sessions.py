@@ -36,6 +36,23 @@ def test_turns_of_a_session_find_their_blocks_and_the_session_lets_go() -> None:
         scheduler.submit(tenant, range(10), session=session)
 
 
+def test_turns_of_a_model_with_layer_groups_find_what_every_group_has() -> None:
+    pool, scheduler = make(64, layer_groups=[("full", None), ("sliding", 8), ("chunked", 8)])
+    tenant = scheduler.add_tenant("alice")
+    session = scheduler.open_session(tenant)
+    conversation, found = list(range(100, 110)), []
+    for _ in range(3):
+        turn = scheduler.submit(tenant, conversation, max_tokens=6, session=session)
+        found.append(finish(scheduler)[turn])
+        assert pool.stats().held >= (len(conversation) + 5) // 4
+        assert scheduler.stats().num_sessions_kept == 1
+        conversation += [5] * 6 + list(range(8))
+    assert found == [("length", 0), ("length", 12), ("length", 28)]
+    assert scheduler.close_session(session)
+    commit_samples(scheduler, scheduler.step())
+    assert pool.stats().held == 0
+
+
 def test_what_a_session_cannot_be_opened_for_is_refused() -> None:
     _, scheduler = make()
     tenant = scheduler.add_tenant("alice")

@@ -27,8 +27,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         policy=st.sampled_from(["reserve", "watermark", "forecast"]),
         reuse=st.booleans(),
+        host_blocks=st.sampled_from([0, 4, 64]),
+        overflow=st.sampled_from(["auto", "swap"]),
     )
-    def start(self, num_blocks: int, block_size: int, policy: Any, reuse: bool) -> None:
+    def start(
+        self, num_blocks: int, block_size: int, policy: Any, reuse: bool, host_blocks: int, overflow: Any
+    ) -> None:
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(self.pool, block_size=block_size) if reuse else None
         self.scheduler = Scheduler(
@@ -40,6 +44,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_tokens=64,
             policy=policy,
             urgent_preempts=policy != "reserve",
+            host_blocks=host_blocks,
+            overflow=overflow if host_blocks else "auto",
             ageing_steps=8,
         )
         self.engine = Engine(self.pool, self.scheduler)

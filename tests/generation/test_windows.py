@@ -37,7 +37,12 @@ def dense_tokens(model: LlamaModel, tensors: tiny_models.Tensors, prompt: list[i
 
 
 def paged_tokens(
-    model: LlamaModel, prompts: list[list[int]], count: int, num_blocks: int, policy: str
+    model: LlamaModel,
+    prompts: list[list[int]],
+    count: int,
+    num_blocks: int,
+    policy: str,
+    host_blocks: int = 0,
 ) -> tuple[list[list[int]], Scheduler]:
     """Greedy tokens by a scheduler of few blocks; what is not held is poisoned before every step."""
     pool = BlockPool(num_blocks)
@@ -48,21 +53,26 @@ def paged_tokens(
         max_running=3,
         max_model_tokens=128,
         policy=policy,  # type: ignore[arg-type]
+        overflow="swap" if host_blocks else "auto",
+        host_blocks=host_blocks,
         layer_groups=model.groups.spans,
     )
     tenant = scheduler.add_tenant("alice")
     outputs: dict[int, list[int]] = {
         scheduler.submit(tenant, prompt, max_tokens=count): [] for prompt in prompts
     }
-    cache = model.new_cache(num_blocks=num_blocks, block_size=4)
+    cache = model.new_cache(num_blocks=num_blocks, block_size=4, host_blocks=host_blocks)
     while scheduler.has_work():
         batch = scheduler.step()
         held = np.unique(np.concatenate([group.block_tables.ravel() for group in batch.groups]))
-        free = np.setdiff1d(np.arange(num_blocks), held)
+        # Tails of 32 blocks and less: of what is parked, nothing stays on the device.
+        free = np.setdiff1d(np.arange(num_blocks), np.union1d(held, batch.swap_out[:, 0]))
         for array in (*cache.keys, *cache.values):
             array[free] = np.nan
         cache.prepare(batch)
-        tokens = model.forward(batch, cache).argmax(axis=1).astype(np.int32)
+        tokens = np.zeros(0, np.int32)
+        if batch.num_tokens:
+            tokens = model.forward(batch, cache).argmax(axis=1).astype(np.int32)
         samples = np.isin(batch.query_start[1:] - 1, batch.sample_rows)
         for request, token in zip(batch.sequence_ids[samples].tolist(), tokens.tolist(), strict=True):
             outputs[request].append(token)
@@ -84,6 +94,15 @@ def test_windowed_layers_give_the_tokens_of_a_dense_masked_forward_pass(
     unmasked = tiny_models.dense_logits(tensors, PROMPTS[0], plain_frequencies())
     masked = tiny_models.dense_logits(tensors, PROMPTS[0], plain_frequencies(), model.config.layer_windows)
     assert abs(unmasked[-1] - masked[-1]).max() > 1e-2, "the mask matters to this model"
+
+
+def test_tails_of_all_groups_move_to_the_host_and_back(tmp_path: Path) -> None:
+    model, tensors = windowed(tmp_path, SLIDING_AND_FULL)
+    outputs, scheduler = paged_tokens(model, PROMPTS, 30, 26, "watermark", host_blocks=128)
+    assert outputs == [dense_tokens(model, tensors, prompt, 30) for prompt in PROMPTS]
+    stats = scheduler.stats()
+    assert stats.swapped_out_blocks > 0
+    assert stats.swapped_out_blocks == stats.swapped_in_blocks
 
 
 @pytest.mark.parametrize("reuse", [False, True])

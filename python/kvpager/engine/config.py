@@ -32,7 +32,7 @@ class EngineConfig:
         overflow: what happens when running sequences have outgrown the pool, see `Scheduler`.
         host_blocks: blocks of the host tier, whose memory the runner makes; 0 for none.
         max_open_steps: steps that may be planned before the oldest has ended. With 2, the model runs in a
-            thread of its own and planning overlaps it. Not with a host tier.
+            thread of its own and planning overlaps it.
         max_accounts: tenants at most; the index's own accounts come on top.
         max_buffered_tokens: tokens that a consumer may leave unread before its request is paused.
         max_failures: failed steps in a row after which the engine stops.

@@ -6,12 +6,13 @@ mod support;
 use kvpager_core::geometry::Span;
 use kvpager_core::prefix_index::Isolation;
 use kvpager_core::scheduler::{
-    AdmissionPolicy, FinishReason, ForecastConfig, HostTierConfig, SchedulerConfig, Tenant, ZeroBlocks,
+    AdmissionPolicy, Deadline, FinishReason, ForecastConfig, HostTierConfig, Overflow, SchedulerConfig,
+    Tenant, ZeroBlocks,
 };
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
 use std::sync::Arc;
-use support::{Engine, config, expected_output, prompt, request, tenant_config};
+use support::{Engine, config, expected_output, host_tier, prompt, request, tenant_config};
 
 fn grouped(block_size: u32, groups: &[Span]) -> SchedulerConfig {
     SchedulerConfig { layer_groups: groups.into(), ..config(block_size) }
@@ -144,12 +145,125 @@ fn what_others_use_of_a_window_costs_a_running_sequence_nothing() {
     engine.check_idle();
 }
 
+/// A pool that holds little more than one of four requests, with a host tier.
+fn tiered(groups: &[Span], host_blocks: u32) -> SchedulerConfig {
+    SchedulerConfig {
+        policy: AdmissionPolicy::Watermark { free_share: 0.0 },
+        overflow: Overflow::Swap,
+        host_tier: HostTierConfig { num_blocks: host_blocks, ..HostTierConfig::default() },
+        ..grouped(4, groups)
+    }
+}
+
+#[test]
+fn the_tails_of_all_groups_move_out_and_back_and_nothing_is_computed_twice() {
+    for (groups, num_blocks) in [
+        (vec![Span::Full, Span::Sliding(8)], 16),
+        (vec![Span::Full, Span::Chunked(8), Span::Full], 26),
+        (vec![Span::Sliding(8), Span::Full], 16),
+    ] {
+        for reuse in [false, groups[0] == Span::Full] {
+            let mut engine = Engine::new(num_blocks, tiered(&groups, 128), reuse);
+            let tenant = engine.tenant("a");
+            let ids: Vec<_> =
+                (1..=4).map(|seed| engine.submit(&tenant, &prompt(seed, 8), 24).unwrap()).collect();
+            engine.finish(2000);
+            let stats = engine.scheduler.stats();
+            assert!(stats.swapped_out_blocks > 0, "{groups:?}: {stats:?}");
+            assert_eq!(stats.swapped_out_blocks, stats.swapped_in_blocks);
+            assert_eq!(stats.recomputed_tokens, 0, "{groups:?}");
+            for (seed, id) in (1..).zip(&ids) {
+                assert_eq!(engine.outputs[id], expected_output(&prompt(seed, 8), 24, &[]), "{groups:?}");
+            }
+            engine.check_idle();
+        }
+    }
+}
+
+#[test]
+fn a_tail_alone_leaves_of_a_long_sequence_and_more_of_it_before_another_is_touched() {
+    // 40 columns of one full group, with a window of 8 beside it: a tail of 32 blocks is less than half of that.
+    let mut engine = Engine::new(100, tiered(&[Span::Full, Span::Sliding(8)], 256), true);
+    let tenant = engine.tenant("a");
+    let long = prompt(1, 150);
+    let first = engine.submit(&tenant, &prompt(9, 120), 100).unwrap();
+    let second = engine.submit(&tenant, &long, 100).unwrap();
+    let (mut partly, mut most_parked) = (false, 0);
+    for _ in 0..1000 {
+        if !engine.scheduler.has_work().unwrap() {
+            break;
+        }
+        engine.turn();
+        let stats = engine.scheduler.stats();
+        most_parked = most_parked.max(stats.num_parked);
+        // The first holds at most 55 + 3; what is beyond that is the head of the second.
+        partly |= stats.num_parked == 1 && engine.pool.stats().held > 60;
+    }
+    assert!(partly && most_parked == 1);
+    assert_eq!(engine.outputs[&first], expected_output(&prompt(9, 120), 100, &[]));
+    assert_eq!(engine.outputs[&second], expected_output(&long, 100, &[]));
+    assert_eq!(engine.scheduler.stats().recomputed_tokens, 0);
+    engine.check_idle();
+}
+
+#[test]
+fn a_session_keeps_its_blocks_in_the_first_group_and_a_turn_finds_what_every_group_has() {
+    const NO_LIMIT: Deadline = Deadline { steps: None, seconds: None };
+    let mut engine = Engine::new(64, grouped(4, &[Span::Full, Span::Sliding(8), Span::Chunked(8)]), true);
+    let tenant = engine.tenant("a");
+    let session = engine.scheduler.open_session(&tenant, NO_LIMIT).unwrap();
+    let mut conversation = prompt(1, 10);
+    for (turn, cached) in [(1, 0), (2, 12), (3, 28)] {
+        let mut request = request(&tenant, &conversation, 6);
+        request.session = Some(Arc::clone(&session));
+        let id = engine.scheduler.submit(request).unwrap();
+        engine.finish(200);
+        assert_eq!(engine.outputs[&id], expected_output(&conversation, 6, &[]));
+        assert_eq!(engine.finished[&id].cached_tokens, cached, "turn {turn}");
+        assert_eq!(engine.scheduler.stats().num_sessions_kept, 1);
+        conversation.extend(&engine.outputs[&id]);
+        conversation.extend(prompt(turn + 1, 8));
+    }
+    // Its full blocks stay, whatever is evicted.
+    let held = engine.pool.stats().held;
+    assert!(held >= 43 / 4, "{held} blocks are held");
+    engine.index.as_ref().unwrap().evict(u32::MAX);
+    engine.check();
+    assert_eq!(engine.pool.stats().held, held);
+    let mut request = request(&tenant, &conversation, 6);
+    request.session = Some(Arc::clone(&session));
+    let id = engine.scheduler.submit(request).unwrap();
+    engine.finish(200);
+    assert_eq!(engine.outputs[&id], expected_output(&conversation, 6, &[]));
+    assert!(engine.scheduler.close_session(&session));
+    engine.turn();
+    engine.check_idle();
+}
+
+#[test]
+fn sessions_yield_the_blocks_of_a_grouped_model_before_a_request_waits() {
+    const NO_LIMIT: Deadline = Deadline { steps: None, seconds: None };
+    let mut engine = Engine::new(24, grouped(4, &[Span::Full, Span::Sliding(4)]), true);
+    let tenant = engine.tenant("a");
+    for seed in 0..3 {
+        let session = engine.scheduler.open_session(&tenant, NO_LIMIT).unwrap();
+        let mut request = request(&tenant, &prompt(seed, 16), 2);
+        request.session = Some(session);
+        engine.scheduler.submit(request).unwrap();
+        engine.finish(100);
+    }
+    assert!(engine.pool.stats().held >= 12);
+    assert_eq!(engine.scheduler.stats().num_sessions_kept, 3);
+    let id = engine.submit(&tenant, &prompt(7, 32), 8).unwrap();
+    engine.finish(100);
+    assert_eq!(engine.outputs[&id], expected_output(&prompt(7, 32), 8, &[]));
+    assert_eq!(engine.finished[&id].queue_steps, 0);
+    assert!(engine.scheduler.stats().num_sessions_kept < 3);
+}
+
 #[test]
 fn what_groups_do_not_do_is_refused_with_numbers() {
     let windowed = [Span::Full, Span::Sliding(8)];
-    let mut config = grouped(4, &windowed);
-    config.host_tier = HostTierConfig { num_blocks: 8, ..HostTierConfig::default() };
-    assert!(config.validate().unwrap_err().to_string().contains("host tier of 8 blocks"));
     let engine = Engine::new(32, grouped(4, &windowed), false);
     let tenant = engine.tenant("a");
     let mut samples = request(&tenant, &prompt(1, 4), 4);
@@ -251,6 +365,8 @@ proptest! {
         max_prefill_chunk in 0..6u32,
         max_open_steps in 1..4u32,
         policy in policy(),
+        host in host_tier(),
+        lags in any::<bool>(),
         operations in prop::collection::vec(operation(), 1..80),
     ) {
         // An index finds prefixes by the blocks of a full group.
@@ -265,7 +381,9 @@ proptest! {
         config.max_open_steps = max_open_steps;
         config.zero_blocks = ZeroBlocks::Always;
         config.policy = policy;
+        (config.overflow, config.host_tier) = host;
         let mut engine = Engine::new(num_blocks, config, cached);
+        engine.lags = lags;
         let guaranteed = if is_strict { num_blocks / 2 } else { num_blocks / 4 };
         let mut other = tenant_config("b", guaranteed, num_blocks / 2);
         other.sharing.isolation = if is_strict { Isolation::Strict } else { Isolation::Scoped };

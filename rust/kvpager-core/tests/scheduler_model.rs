@@ -3,12 +3,10 @@
 
 mod support;
 
-use kvpager_core::scheduler::{
-    AdmissionPolicy, FinishReason, ForecastConfig, HostTierConfig, Overflow, ZeroBlocks,
-};
+use kvpager_core::scheduler::{AdmissionPolicy, FinishReason, ForecastConfig, ZeroBlocks};
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
-use support::{Engine, config, expected_output, request};
+use support::{Engine, config, expected_output, host_tier, request};
 
 #[derive(Clone, Debug)]
 enum Operation {
@@ -57,16 +55,6 @@ fn policy() -> impl Strategy<Value = AdmissionPolicy> {
     ]
 }
 
-/// No host tier, one that is soon full, one with room; deadlines from "at once" to "never".
-fn host() -> impl Strategy<Value = (Overflow, HostTierConfig)> {
-    let overflow = prop::sample::select(vec![Overflow::Auto, Overflow::Recompute, Overflow::Swap]);
-    let gap = prop::sample::select(vec![1e-9, 1.0, 3.0, 1e9]);
-    (overflow, 0..40u32, gap).prop_map(|(overflow, num_blocks, max_token_gap)| {
-        let overflow = if num_blocks == 0 { Overflow::Auto } else { overflow };
-        (overflow, HostTierConfig { num_blocks, max_token_gap, ..HostTierConfig::default() })
-    })
-}
-
 /// Few families of prompts and few tokens, so that prefixes are shared, split and computed twice.
 fn prompt(family: u32, shared: u32, own: u32) -> Vec<u32> {
     (0..shared).map(|i| 100 + family + i % 2).chain((0..own).map(|i| 7 + i)).collect()
@@ -83,7 +71,7 @@ proptest! {
         max_prefill_chunk in 0..6u32,
         cached in prop::bool::weighted(0.8),
         policy in policy(),
-        host in host(),
+        host in host_tier(),
         operations in prop::collection::vec(operation(), 1..60),
     ) {
         let mut config = config(block_size);

@@ -2,11 +2,13 @@
 
 mod support;
 
-use kvpager_core::scheduler::{AdmissionPolicy, FinishReason, HostTierConfig, Request, SchedulerConfig};
+use kvpager_core::scheduler::{
+    AdmissionPolicy, FinishReason, HostTierConfig, Overflow, Request, SchedulerConfig,
+};
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
 use std::collections::HashMap;
-use support::{Engine, config, expected_output, prompt, request};
+use support::{Engine, config, expected_output, host_tier, prompt, request};
 
 fn deep(block_size: u32, max_open_steps: u32) -> SchedulerConfig {
     SchedulerConfig { max_open_steps, ..config(block_size) }
@@ -134,12 +136,98 @@ fn abandoning_a_step_abandons_the_later_ones_and_leaves_the_earlier() {
     }
 }
 
+/// A host tier under `depth` open steps, in a pool that holds little more than one of four requests.
+fn tiered(depth: u32, host_blocks: u32) -> SchedulerConfig {
+    SchedulerConfig {
+        policy: AdmissionPolicy::Watermark { free_share: 0.0 },
+        overflow: Overflow::Swap,
+        host_tier: HostTierConfig { num_blocks: host_blocks, ..HostTierConfig::default() },
+        ..deep(4, depth)
+    }
+}
+
 #[test]
-fn several_open_steps_and_a_host_tier_exclude_each_other() {
-    let mut config = deep(4, 2);
-    config.host_tier = HostTierConfig { num_blocks: 4, ..HostTierConfig::default() };
-    let text = config.validate().unwrap_err().to_string();
-    assert!(text.contains("max_open_steps is 2 with a host tier of 4 blocks"), "{text}");
+fn tails_move_out_and_back_while_several_steps_are_open_and_nothing_is_computed_twice() {
+    for (depth, lags, reuse) in [(2, false, true), (2, true, false), (3, true, true), (4, true, true)] {
+        let mut engine = Engine::new(12, tiered(depth, 64), reuse);
+        engine.lags = lags;
+        let tenant = engine.tenant("a");
+        let ids: Vec<_> = (1..=4).map(|seed| engine.submit(&tenant, &prompt(seed, 8), 24).unwrap()).collect();
+        finish_deep(&mut engine, depth as usize, 2000);
+        let stats = engine.scheduler.stats();
+        assert!(stats.swapped_out_blocks > 0, "{stats:?}");
+        assert_eq!(stats.swapped_out_blocks, stats.swapped_in_blocks);
+        assert_eq!(stats.recomputed_tokens, 0);
+        for (seed, id) in (1..).zip(&ids) {
+            assert_eq!(engine.outputs[id], expected_output(&prompt(seed, 8), 24, &[]), "depth {depth}");
+        }
+        assert_eq!(engine.finished[&ids[0]].preemptions, 0, "the oldest is never a victim");
+        engine.check_idle();
+    }
+}
+
+#[test]
+fn a_victim_is_in_no_open_step_and_what_it_leaves_is_not_taken_before_its_step_has_closed() {
+    let mut engine = Engine::new(12, tiered(3, 64), false);
+    let tenant = engine.tenant("a");
+    (1..=4).for_each(|seed| {
+        engine.submit(&tenant, &prompt(seed, 8), 24).unwrap();
+    });
+    let mut num_moves = 0;
+    for _ in 0..400 {
+        if engine.flights.len() == 3 || !engine.scheduler.has_work().unwrap() {
+            if engine.flights.is_empty() {
+                break;
+            }
+            engine.land();
+            continue;
+        }
+        engine.take_off();
+        let Some((newest, earlier)) = engine.flights.make_contiguous().split_last() else { continue };
+        let size = 4;
+        let blocks = |slots: &[i64]| slots.iter().map(|slot| (slot / size) as i32).collect::<Vec<_>>();
+        for flight in earlier {
+            let (before, after) = (&flight.batch.arrays, &newest.batch.arrays);
+            for [device, _] in &after.swap_out {
+                num_moves += 1;
+                assert!(
+                    !blocks(&before.slot_mapping).contains(device),
+                    "an open step writes what is copied out"
+                );
+            }
+            // Both ends of an open step's moves stay as they are.
+            let ends: Vec<i32> = before.swap_out.iter().map(|pair| pair[0]).collect();
+            assert!(after.swap_in.iter().all(|pair| !ends.contains(&pair[1])));
+            assert!(blocks(&after.slot_mapping).iter().all(|block| !ends.contains(block)));
+            let read: Vec<i32> = before.swap_in.iter().map(|pair| pair[0]).collect();
+            assert!(after.swap_out.iter().all(|pair| !read.contains(&pair[1])));
+        }
+    }
+    assert!(num_moves > 0);
+    engine.check_idle();
+}
+
+#[test]
+fn who_finds_no_victim_because_all_are_in_flight_finds_one_when_nothing_is_planned_ahead() {
+    // The oldest is parked by nobody; the second needs the third's blocks, which is in flight in every open step.
+    let mut config = tiered(2, 0);
+    config.overflow = Overflow::Recompute;
+    let mut engine = Engine::new(12, config, false);
+    let tenant = engine.tenant("a");
+    let ids: Vec<_> = (1..=4).map(|seed| engine.submit(&tenant, &prompt(seed, 8), 24).unwrap()).collect();
+    finish_deep(&mut engine, 2, 2000);
+    let taken: u64 = ids.iter().map(|id| engine.finished[id].preemptions).sum();
+    let stats = engine.scheduler.stats();
+    assert!(taken > 0 && taken == stats.num_preemptions);
+    // A victim at a time: the blocks of one are enough, and come free when the open step closes.
+    let mut plain =
+        Engine::new(12, SchedulerConfig { max_open_steps: 1, ..engine.scheduler.config().clone() }, false);
+    let tenant = plain.tenant("a");
+    (1..=4).for_each(|seed| {
+        plain.submit(&tenant, &prompt(seed, 8), 24).unwrap();
+    });
+    plain.finish(2000);
+    assert!(taken <= 2 * plain.scheduler.stats().num_preemptions, "{taken} victims");
 }
 
 proptest! {
@@ -151,6 +239,8 @@ proptest! {
         block_size in 1..5u32,
         depth in 2..5u32,
         overcommits in any::<bool>(),
+        host in host_tier(),
+        lags in any::<bool>(),
         cached in any::<bool>(),
         requests in prop::collection::vec((0..4u32, 1..12u32, 1..9u32), 1..8),
         events in prop::collection::vec((0..8usize, any::<prop::sample::Index>()), 0..80),
@@ -161,7 +251,9 @@ proptest! {
         if overcommits {
             config.policy = AdmissionPolicy::Watermark { free_share: 0.0 };
         }
+        (config.overflow, config.host_tier) = host;
         let mut engine = Engine::new(num_blocks, config, cached);
+        engine.lags = lags;
         let tenant = engine.tenant("a");
         let mut accepted: HashMap<SequenceId, (Vec<u32>, u32)> = HashMap::new();
         let mut aborted = Vec::new();

@@ -94,6 +94,11 @@ impl Epochs {
         }
     }
 
+    /// Steps that may be open at once.
+    pub(super) fn most_open(&self) -> u32 {
+        self.slots.len() as u32
+    }
+
     fn slot(&self, epoch: u64) -> &Slot {
         &self.slots[(epoch % self.slots.len() as u64) as usize]
     }

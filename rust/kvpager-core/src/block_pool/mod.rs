@@ -229,6 +229,11 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         self.epochs.close(epoch, |closed| self.drain(closed))
     }
 
+    /// Steps that may be open at once.
+    pub(crate) fn max_open_steps(&self) -> u32 {
+        self.epochs.most_open()
+    }
+
     /// The newest step that is open now.
     pub(crate) fn newest_open_step(&self) -> Option<StepEpoch> {
         self.epochs.newest_open()

@@ -330,7 +330,11 @@ impl Core {
                 let known = sequence.tokens.len() as u32;
                 let held = match sequence.layers {
                     None => known as f32 / self.config.block_size as f32,
-                    Some(_) => sequence.num_held() as f32,
+                    // It will have its tail again.
+                    Some(_) => {
+                        sequence.parked.as_ref().map_or(0, |parked| parked.blocks.len()) as f32
+                            + sequence.num_held() as f32
+                    }
                 };
                 let most = sequence.request.max_tokens - age;
                 self.add_sequence(&mut growth, lengths, (known, held), age, most);

@@ -47,6 +47,17 @@ pub struct BatchArrays {
     pub finished: Vec<FinishedRequest>,
 }
 
+/// The place of a sequence that computes its last token. What all rows have in common is filled in at the end.
+pub(super) struct DecodeRow<'a> {
+    pub(super) id: &'a mut u64,
+    pub(super) table_row: &'a mut i32,
+    /// Its last token; -1, with its `source`, if that is not sampled yet.
+    pub(super) token: &'a mut i32,
+    pub(super) source: &'a mut i32,
+    pub(super) position: &'a mut i32,
+    pub(super) slot: &'a mut i64,
+}
+
 /// What a layer group after the first has of its own; the other arrays hold for all groups.
 #[derive(Debug, Default)]
 pub struct GroupArrays {
@@ -80,34 +91,38 @@ impl BatchArrays {
         self.query_start.push(0);
     }
 
-    /// Makes room for `num_sequences` rows of one token, so that a steady step allocates nothing.
-    pub(super) fn reserve(&mut self, num_sequences: usize) {
-        self.sequence_ids.reserve(num_sequences);
-        self.query_start.reserve(num_sequences);
-        self.token_ids.reserve(num_sequences);
-        self.positions.reserve(num_sequences);
-        self.token_source.reserve(num_sequences);
-        self.sample_rows.reserve(num_sequences);
-        self.slot_mapping.reserve(num_sequences);
-        self.context_lens.reserve(num_sequences);
-        self.table_rows.reserve(num_sequences);
+    /// Places for up to `most` sequences of an empty batch that compute their last token, to be filled from the first
+    /// on; `end_decodes` says how many were. Only what differs from row to row is written one by one.
+    pub(super) fn begin_decodes(&mut self, most: usize) -> impl Iterator<Item = DecodeRow<'_>> {
+        self.sequence_ids.resize(most, 0);
+        self.token_ids.resize(most, 0);
+        self.positions.resize(most, 0);
+        self.token_source.resize(most, -1);
+        self.slot_mapping.resize(most, NO_SLOT);
+        self.table_rows.resize(most, 0);
+        let rows = self.sequence_ids.iter_mut().zip(&mut self.table_rows).zip(&mut self.token_ids);
+        let rows = rows.zip(&mut self.token_source).zip(&mut self.positions).zip(&mut self.slot_mapping);
+        rows.map(|(((((id, table_row), token), source), position), slot)| DecodeRow {
+            id,
+            table_row,
+            token,
+            source,
+            position,
+            slot,
+        })
     }
 
-    /// Adds one sequence that computes its last token: (id, or -1; where it is sampled then).
-    pub(super) fn push_decode(
-        &mut self,
-        id: u64,
-        row: u32,
-        (token, source): (i32, i32),
-        position: u32,
-        slot: i64,
-    ) {
-        self.sample_rows.push(self.token_ids.len() as i32);
-        self.token_ids.push(token);
-        self.positions.push(position as i32);
-        self.token_source.push(source);
-        self.slot_mapping.push(slot);
-        self.finish_row(id, row, position as i32 + 1);
+    /// The first `count` places have a sequence each.
+    pub(super) fn end_decodes(&mut self, count: usize) {
+        self.sequence_ids.truncate(count);
+        self.token_ids.truncate(count);
+        self.positions.truncate(count);
+        self.token_source.truncate(count);
+        self.slot_mapping.truncate(count);
+        self.table_rows.truncate(count);
+        self.query_start.extend(1..=count as i32);
+        self.sample_rows.extend(0..count as i32);
+        self.context_lens.extend(self.positions.iter().map(|position| position + 1));
     }
 
     /// Adds one sequence with `tokens` from `start` on, whose blocks are found by `block_of(logical block)`.

@@ -36,17 +36,18 @@ impl Core {
         let mut outcome = CommitOutcome::default();
         let block_size = self.config.block_size;
         let mut any_ended = false;
-        for (row, planned) in open.rows.iter().enumerate() {
-            let sampled = &tokens[token_start[row] as usize..token_start[row + 1] as usize];
-            self.computed_tokens += u64::from(planned.num_tokens);
+        let mut computed_tokens = 0;
+        let mut rest = tokens;
+        for (planned, ends) in open.rows.iter().zip(token_start.windows(2)) {
+            let (sampled, behind) = rest.split_at((ends[1] - ends[0]) as usize);
+            rest = behind;
+            computed_tokens += u64::from(planned.num_tokens);
             let Some(position) = self.locate(planned) else {
                 outcome.dropped_tokens += sampled.len() as u64;
                 continue;
             };
-            let sequence = &mut self.running[position];
-            sequence.in_flight -= planned.num_tokens;
-            sequence.num_pending -= u32::from(planned.num_samples > 0);
-            sequence.progress.steps += 1;
+            let mut sequence = &mut self.running[position];
+            sequence.leave_step(planned);
             if sequence.ending.is_some() {
                 outcome.dropped_tokens += sampled.len() as u64;
                 any_ended = true;
@@ -54,25 +55,29 @@ impl Core {
             }
             if planned.num_drafts > 0 {
                 outcome.dropped_tokens += self.accept_drafts(position, planned, sampled);
+                sequence = &mut self.running[position];
             } else {
                 sequence.num_computed += planned.num_tokens;
                 if planned.num_samples > 1 {
                     self.index_full_blocks(position, u32::MAX)?;
                     self.split_samples(position, sampled, inbox)?;
                     any_ended = true;
+                    sequence = &mut self.running[position];
                 }
-                let sequence = &mut self.running[position];
                 if let Some(&token) = sampled.first() {
                     sequence.ending = sequence.push_token(token as u32);
                 }
             }
-            let sequence = &self.running[position];
             any_ended |= sequence.ending.is_some();
-            if sequence.num_computed / block_size > sequence.num_indexed {
+            let is_grouped = sequence.layers.is_some();
+            if sequence.has_block_to_index(block_size) {
                 self.index_full_blocks(position, planned.num_tokens)?;
             }
-            self.slide(position)?;
+            if is_grouped {
+                self.slide(position)?;
+            }
         }
+        self.computed_tokens += computed_tokens;
         self.spare_rows = open.rows;
         self.dropped_tokens += outcome.dropped_tokens;
         outcome.finished.append(&mut self.ended);
@@ -115,7 +120,7 @@ impl Core {
     }
 
     /// Nobody knows what an abandoned step has moved: whoever it was to move is computed again.
-    fn preempt_moved(&mut self) -> Result<()> {
+    pub(super) fn preempt_moved(&mut self) -> Result<()> {
         for id in std::mem::take(&mut self.moved) {
             let lists = [&mut self.running, &mut self.parked];
             let found = lists.into_iter().find_map(|list| {
@@ -147,29 +152,34 @@ impl Core {
                 tokens.len()
             )));
         }
-        for row in 0..open.num_rows {
-            let given = i64::from(token_start[row + 1]) - i64::from(token_start[row]);
-            let planned = open.rows.get(row);
-            let most = planned.map_or(0, |planned| i64::from(planned.num_samples));
-            let least = planned.map_or(0, |planned| i64::from(planned.num_samples - planned.num_drafts));
-            if !(least..=most).contains(&given) {
-                let whose =
-                    planned.map_or("padding".to_owned(), |planned| format!("sequence {}", planned.id));
-                let wanted = if least == most { most.to_string() } else { format!("{least} to {most}") };
-                return Err(Error::invalid(format!(
-                    "{given} tokens for row {row} ({whose}) of step {}: {wanted} are needed",
-                    open.id
-                )));
+        let (rows, padding) = token_start.split_at(open.rows.len());
+        let mut any_drafts = false;
+        for (row, (planned, ends)) in open.rows.iter().zip(token_start.windows(2)).enumerate() {
+            let given = i64::from(ends[1]) - i64::from(ends[0]);
+            let most = i64::from(planned.num_samples);
+            any_drafts |= planned.num_drafts > 0;
+            if !(most - i64::from(planned.num_drafts)..=most).contains(&given) {
+                return Err(wrong_count(open, row, given));
             }
         }
-        // All counts are right, so the ranges lie in the tokens.
-        for (row, planned) in open.rows.iter().enumerate().filter(|(_, planned)| planned.num_drafts > 0) {
-            let range = token_start[row] as usize..token_start[row + 1] as usize;
-            self.check_drafts(planned, &tokens[range])?;
+        if let Some(i) = padding.windows(2).position(|ends| ends[0] != ends[1]) {
+            let given = i64::from(padding[i + 1]) - i64::from(padding[i]);
+            return Err(wrong_count(open, rows.len() + i, given));
         }
-        match tokens.iter().position(|&token| token < 0) {
-            Some(i) => Err(Error::invalid(format!("tokens[{i}] is {}, must be at least 0", tokens[i]))),
-            None => Ok(()),
+        // All counts are right, so the ranges lie in the tokens.
+        for (row, planned) in open.rows.iter().enumerate().filter(|_| any_drafts) {
+            let range = token_start[row] as usize..token_start[row + 1] as usize;
+            if planned.num_drafts > 0 {
+                self.check_drafts(planned, &tokens[range])?;
+            }
+        }
+        // The sign of all of them at once; which one it was is looked for only then.
+        match tokens.iter().fold(0, |signs, &token| signs | token) {
+            0.. => Ok(()),
+            _ => {
+                let i = tokens.iter().position(|&token| token < 0).unwrap_or_default();
+                Err(Error::invalid(format!("tokens[{i}] is {}, must be at least 0", tokens[i])))
+            }
         }
     }
 
@@ -206,6 +216,17 @@ impl Core {
         }
         self.attach_blocks(position, from, from + extended.num_indexed)
     }
+}
+
+/// The error for a row of a step that was given another number of tokens than it samples.
+#[cold]
+fn wrong_count(open: &OpenStep, row: usize, given: i64) -> Error {
+    let planned = open.rows.get(row);
+    let most = planned.map_or(0, |planned| planned.num_samples);
+    let least = planned.map_or(0, |planned| planned.num_samples - planned.num_drafts);
+    let whose = planned.map_or("padding".to_owned(), |planned| format!("sequence {}", planned.id));
+    let wanted = if least == most { most.to_string() } else { format!("{least} to {most}") };
+    Error::invalid(format!("{given} tokens for row {row} ({whose}) of step {}: {wanted} are needed", open.id))
 }
 
 /// Whether other sequences refer to a full block of this one that is not indexed: the index takes only blocks that

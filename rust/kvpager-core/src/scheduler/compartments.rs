@@ -16,7 +16,7 @@ use super::policy::{OutputLengths, Trajectory};
 use super::rotation::Rotation;
 use super::sequence::Sequence;
 use crate::block_pool::Quota;
-use crate::ids::{AccountId, SequenceId};
+use crate::ids::{AccountId, SequenceId, StepId};
 use crate::{Error, Result};
 use std::ops::Range;
 
@@ -155,6 +155,16 @@ impl Bounds {
     }
 }
 
+/// Blocks of an account that come free when a step closes: the one that is being planned, or an open one.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Coming {
+    pub(super) step: StepId,
+    pub(super) account: AccountId,
+    pub(super) num_blocks: u32,
+    /// Those of them that nobody counts on in the step that is being planned.
+    pub(super) left: u32,
+}
+
 /// The state of one compartment.
 pub(super) struct Compartment {
     /// The account of its only tenant; `None` for the common one.
@@ -167,8 +177,8 @@ pub(super) struct Compartment {
     pub(super) rotation: Rotation,
     /// The parked sequence that others have made room for.
     pub(super) called: Option<SequenceId>,
-    /// Blocks that come free when the step that is being planned closes, by account, less what is counted on.
-    pub(super) coming: Vec<(AccountId, u32)>,
+    /// Blocks that come free when a step closes, by step and account.
+    pub(super) coming: Vec<Coming>,
     /// Blocks that stalled sequences count on in the next step.
     pub(super) owed: u32,
     /// Whether a waiting request was left in the queue for what a running one computes.
@@ -256,15 +266,24 @@ impl Core {
         Ok(room)
     }
 
-    /// Rows for further sequences of a compartment; parked ones come back to theirs.
-    pub(super) fn num_rows_left(&self, compartment: usize) -> usize {
+    /// Rows of a compartment that nobody has, and no open step may read.
+    fn num_rows_free(&self, compartment: usize) -> usize {
         let own = &self.compartments[compartment];
         let halted = self.halted.iter().filter(|halted| compartment_of(halted.sequence.id) == compartment);
         let taken = self.running_of(compartment).len()
-            + self.parked_of(compartment).len()
             + halted.count()
             + (own.num_unforked + own.num_retired) as usize;
         (own.bounds.max_running as usize).saturating_sub(taken)
+    }
+
+    /// Rows for further sequences of a compartment; parked ones come back to theirs.
+    pub(super) fn num_rows_left(&self, compartment: usize) -> usize {
+        self.num_rows_free(compartment).saturating_sub(self.parked_of(compartment).len())
+    }
+
+    /// Whether a parked sequence finds a row; if not, one comes back when an open step closes.
+    pub(super) fn has_row(&self, compartment: usize) -> bool {
+        self.num_rows_free(compartment) > 0
     }
 
     /// Makes a compartment for a strict tenant out of the common one. Returns its number.

@@ -135,21 +135,7 @@ impl SchedulerConfig {
                 i32::MAX / 2
             ));
         }
-        if self.max_open_steps > 1 && self.host_tier.num_blocks > 0 {
-            problems.push(format!(
-                "max_open_steps is {} with a host tier of {} blocks: blocks are moved between steps, one at a time",
-                self.max_open_steps, self.host_tier.num_blocks
-            ));
-        }
         problems.extend(layer_groups::problem(&self.layer_groups));
-        if self.is_grouped() && self.host_tier.num_blocks > 0 {
-            problems.push(format!(
-                "layer_groups has {} groups that are not one full one, with a host tier of {} blocks: only sequences of \
-                 one full group are moved there",
-                self.layer_groups.len(),
-                self.host_tier.num_blocks
-            ));
-        }
         problems.extend(self.queue.problem());
         problems.extend(self.policy.problem());
         if self.urgent_preempts && !self.policy.overcommits() {

@@ -10,6 +10,7 @@ use super::core::Core;
 use super::request::Request;
 use super::scopes::{find, look_up};
 use super::sequence::Sequence;
+use super::tails::{Keeper, TailBlock};
 use crate::block_pool::Reservation;
 use crate::geometry::Span;
 use crate::ids::BlockHandle;
@@ -46,8 +47,13 @@ pub(super) struct GroupBlock {
 }
 
 impl GroupBlock {
-    const fn own(block: BlockHandle) -> Self {
+    pub(super) const fn own(block: BlockHandle) -> Self {
         Self { block, is_attached: false }
+    }
+
+    pub(super) const fn in_tail(self, column: usize) -> TailBlock {
+        let keeper = if self.is_attached { Keeper::Use } else { Keeper::Own };
+        TailBlock { column, block: self.block, keeper }
     }
 }
 
@@ -60,7 +66,9 @@ impl LayerBlocks {
 
     /// Blocks in all groups, `num_blocks` of them of the first one without those that it let go; spare ones left out.
     pub(super) fn num_held(&self, num_blocks: usize) -> usize {
-        num_blocks - self.first as usize + self.rest.iter().map(|group| group.blocks.len()).sum::<usize>()
+        // Of a tail that is on the host, the first group may have let the first blocks go.
+        num_blocks.saturating_sub(self.first as usize)
+            + self.rest.iter().map(|group| group.blocks.len()).sum::<usize>()
     }
 }
 
@@ -91,7 +99,8 @@ impl Sequence {
             self.blocks.clear();
             return (own, Vec::new());
         };
-        let mut own = self.blocks.split_off(self.num_indexed.max(layers.first) as usize);
+        let first_own = self.num_indexed.max(layers.first) as usize;
+        let mut own = self.blocks.split_off(first_own.min(self.blocks.len()));
         self.blocks.clear();
         let mut attached = Vec::new();
         for block in layers.rest.iter().flat_map(|group| &group.blocks) {
@@ -126,11 +135,10 @@ impl Core {
     /// Writes what a new sequence begins with into the tables of further groups.
     pub(super) fn begin_rows(&mut self, layers: Option<&mut LayerBlocks>, row: u32) {
         let Some(layers) = layers else { return };
-        for (group, tables) in layers.rest.iter_mut().zip(&mut self.group_tables) {
+        for group in &mut layers.rest {
             group.first = (self.scratch.len() - group.blocks.len()) as u32;
-            tables.begin_at(row, group.first);
-            group.blocks.iter().for_each(|block| tables.append(row, block.block.id()));
         }
+        self.write_rows(Some(&*layers), row);
     }
 
     /// Attaches the blocks of further groups to those of the first one from `from` to `to`, which are the index's by

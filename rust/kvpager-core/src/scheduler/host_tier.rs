@@ -8,9 +8,6 @@ use crate::ids::{AccountId, BlockHandle};
 use crate::{Error, Result};
 use std::sync::Arc;
 
-/// Most steps that may be open at once while there is a host tier.
-const MAX_OPEN_STEPS: u32 = 64;
-
 /// What happens when running sequences have outgrown the pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Overflow {
@@ -106,7 +103,6 @@ pub(super) struct HostTier {
     accounts: Vec<Option<AccountId>>,
     /// Sources of this step's `swap_in`.
     leaving: Vec<BlockHandle>,
-    epochs: Vec<StepEpoch>,
 }
 
 impl HostTier {
@@ -118,7 +114,8 @@ impl HostTier {
         let pool = BlockPool::new(PoolConfig {
             num_blocks: config.num_blocks,
             max_accounts: 1024,
-            max_open_steps: MAX_OPEN_STEPS,
+            // This scheduler's steps are some of those that are open on the device, so whatever may open there may here.
+            max_open_steps: device.max_open_steps(),
         })?;
         Ok(Some(Self {
             config,
@@ -126,7 +123,6 @@ impl HostTier {
             device_blocks: device.num_blocks(),
             accounts: Vec::new(),
             leaving: Vec::new(),
-            epochs: Vec::new(),
         }))
     }
 
@@ -172,18 +168,15 @@ impl HostTier {
         self.pool.release(blocks)
     }
 
-    pub(super) fn open_step(&mut self) -> Result<()> {
-        self.epochs.push(self.pool.open_step()?);
+    /// Opens a step here too; what it reads leaves, and outlasts it.
+    pub(super) fn open_step(&mut self) -> Result<StepEpoch> {
+        let epoch = self.pool.open_step()?;
         self.pool.release(&self.leaving)?;
         self.leaving.clear();
-        Ok(())
+        Ok(epoch)
     }
 
-    /// Closes the oldest open step.
-    pub(super) fn close_step(&mut self) -> Result<()> {
-        if self.epochs.is_empty() {
-            return Ok(());
-        }
-        self.pool.close_step(self.epochs.remove(0))
+    pub(super) fn close_step(&self, epoch: StepEpoch) -> Result<()> {
+        self.pool.close_step(epoch)
     }
 }

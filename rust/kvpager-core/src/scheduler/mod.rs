@@ -40,6 +40,7 @@ mod share;
 mod snapshot;
 mod special;
 mod swap;
+mod tails;
 mod tenant;
 mod urgent;
 

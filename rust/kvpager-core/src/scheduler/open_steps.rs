@@ -28,6 +28,8 @@ pub(super) struct PlannedRow {
 pub(super) struct OpenStep {
     pub(super) id: StepId,
     pub(super) epoch: StepEpoch,
+    /// The same step in the pool of the host tier.
+    pub(super) host_epoch: Option<StepEpoch>,
     /// In the order of the batch, padding left out.
     pub(super) rows: Vec<PlannedRow>,
     /// Rows of the batch, padding included.
@@ -84,10 +86,11 @@ impl Core {
     pub(super) fn close_step(&mut self, place: usize) -> Result<Option<OpenStep>> {
         let Some(open) = self.open.remove(place) else { return Ok(None) };
         self.pool.close_step(open.epoch)?;
-        if let Some(host) = &mut self.host {
-            host.close_step()?;
+        if let (Some(host), Some(epoch)) = (&self.host, open.host_epoch) {
+            host.close_step(epoch)?;
         }
         for (number, compartment) in self.compartments.iter_mut().enumerate() {
+            compartment.coming.retain(|coming| coming.step != open.id);
             if std::mem::take(&mut compartment.is_chunk_awaited) {
                 self.queue.note_change(number);
             }

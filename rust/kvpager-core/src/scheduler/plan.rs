@@ -33,11 +33,13 @@ impl Core {
             Ok(epoch) => epoch,
             Err(error) => {
                 self.running.iter_mut().for_each(|sequence| sequence.num_planned = 0);
+                ended.append(&mut self.ended);
                 self.ended = ended;
+                self.cancel_moves()?;
                 return Err(error);
             }
         };
-        self.release_swapped()?;
+        let host_epoch = self.release_swapped()?;
         let mut shared = self.memory.take();
         let mut rows = std::mem::take(&mut self.spare_rows);
         rows.clear();
@@ -51,7 +53,15 @@ impl Core {
         self.memory.give_back(Arc::clone(&shared));
         self.phases.lap(Phase::BatchArrays);
         let moved = std::mem::take(&mut self.swaps.moved);
-        self.open.push_back(OpenStep { id: self.last_step, epoch, rows, num_rows, moved, copied });
+        self.open.push_back(OpenStep {
+            id: self.last_step,
+            epoch,
+            host_epoch,
+            rows,
+            num_rows,
+            moved,
+            copied,
+        });
         if let Err(error) = decided {
             self.abandon(inbox, self.last_step, "planning failed", false)?;
             return Err(error);
@@ -74,7 +84,7 @@ impl Core {
         let mut budget = own.bounds.max_batch_tokens;
         let before = self.num_preemptions;
         own.rotation.note(self.now);
-        own.coming.clear();
+        own.coming.iter_mut().for_each(|coming| coming.left = coming.num_blocks);
         own.plans_ahead = !std::mem::take(&mut own.is_pressed);
         own.growth = None;
         self.return_parked(compartment)?;
@@ -110,6 +120,8 @@ impl Core {
             } else if sequence.num_computed < sequence.blocks.len() as u32 * block_size {
                 sequence.num_planned = 1;
                 *budget -= 1;
+                position += 1;
+                continue;
             } else if self.grow_or_preempt(position, 1)? {
                 position = self.position_of(id, position);
                 self.running[position].num_planned = 1;
@@ -194,8 +206,9 @@ impl Core {
         let block_size = self.config.block_size;
         let is_deep = self.config.max_open_steps > 1;
         let mut service = Service::default();
-        let mut num_others = 0;
-        arrays.reserve(self.running.len());
+        let (mut num_decodes, mut num_others) = (0, 0);
+        let mut places = arrays.begin_decodes(self.running.len());
+        rows.reserve(self.running.len());
         for (position, sequence) in self.running.iter_mut().enumerate() {
             if sequence.num_planned != 1 || sequence.remaining() != 1 || sequence.special.is_some() {
                 if sequence.num_planned > 0 {
@@ -205,21 +218,25 @@ impl Core {
                 }
                 continue;
             }
+            let Some(place) = places.next() else { break };
             let start = sequence.frontier();
-            let block = sequence.blocks[(start / block_size) as usize].id().0;
-            let slot = i64::from(block) * i64::from(block_size) + i64::from(start % block_size);
             if is_deep {
-                let token = sequence.token_at(start);
+                (*place.token, *place.source) = sequence.token_at(start);
                 sequence.sampled_in = self.last_step.0;
-                sequence.source = arrays.sample_rows.len() as i32;
-                arrays.push_decode(sequence.id.0, sequence.row, token, start, slot);
+                sequence.source = num_decodes;
             } else {
-                let token = (sequence.tokens[start as usize] as i32, -1);
-                arrays.push_decode(sequence.id.0, sequence.row, token, start, slot);
+                *place.token = sequence.tokens[start as usize] as i32;
             }
+            *place.id = sequence.id.0;
+            *place.table_row = sequence.row as i32;
+            *place.position = start as i32;
+            *place.slot = sequence.slot(start, block_size);
+            num_decodes += 1;
             service.add(&mut self.queue, sequence);
             rows.push(sequence.enter_step(position, 1, 0));
         }
+        drop(places);
+        arrays.end_decodes(num_decodes as usize);
         if num_others > 0 {
             self.write_others(arrays, rows, &mut service);
         }

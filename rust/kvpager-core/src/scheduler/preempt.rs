@@ -8,13 +8,13 @@
 //! * what this step has moved already is left alone;
 //! * a sequence that finds no victim stalls for a step and keeps what it has.
 
-use super::compartments::{compartment_of, range_of};
+use super::compartments::{Coming, compartment_of, range_of};
 use super::core::Core;
 use super::host_tier::Overflow;
 use super::request::FinishReason;
 use super::sequence::Sequence;
 use super::swap::MIN_TAIL_BLOCKS;
-use crate::ids::{AccountId, SequenceId};
+use crate::ids::{AccountId, SequenceId, StepId};
 use crate::{Error, Result};
 use std::sync::Arc;
 
@@ -80,7 +80,6 @@ impl Core {
                 Room::Now => {}
                 Room::Later => return Ok(false),
                 Room::None => {
-                    self.own(id).is_pressed = !self.open.is_empty();
                     let sequence = &mut self.running[position];
                     let account = sequence.request.tenant.account;
                     if self.config.grown_blocks(end) > self.pool.reachable(account)? {
@@ -104,6 +103,7 @@ impl Core {
     pub(super) fn make_room(&mut self, asker: &Asker<'_>, num_blocks: u32) -> Result<Room> {
         let mut answer = Room::None;
         let tail = num_blocks.max(MIN_TAIL_BLOCKS);
+        let newest = self.open.back().map(|open| open.id);
         while !self.promise_coming(asker, num_blocks) {
             if let Some(victim) = self.victim(asker, true)?
                 && self.swaps_rather(victim, tail)?
@@ -112,29 +112,68 @@ impl Core {
                 answer = Room::Later;
                 continue;
             }
-            let Some(victim) = self.victim(asker, false)? else { return Ok(answer) };
+            let Some(victim) = self.victim(asker, false)? else {
+                if answer == Room::None && self.has_victim_in_flight(asker) {
+                    // With nothing planned ahead, there is one in the step after.
+                    self.own(asker.id).is_pressed = true;
+                }
+                return Ok(answer);
+            };
+            let sequence = self.of(victim);
+            let (id, account, held) = (sequence.id, sequence.request.tenant.account, sequence.num_held());
             self.drop_victim(victim)?;
-            return Ok(Room::Now);
+            match newest {
+                // An open step may read what it had.
+                Some(step) if held > 0 => {
+                    self.note_coming(id, step, account, held as u32);
+                    answer = Room::Later;
+                }
+                _ => return Ok(Room::Now),
+            }
         }
         Ok(Room::Later)
     }
 
-    /// Counts on blocks that come free when the step closes, if there are enough for this asker.
+    /// Whether somebody is no victim only because of what is in flight.
+    fn has_victim_in_flight(&self, asker: &Asker<'_>) -> bool {
+        let compartment = compartment_of(asker.id);
+        let forced = self.oldest(compartment) == Some(asker.id);
+        let is_due =
+            |other: &Sequence| asker.residency.is_none_or(|seconds| self.now - other.resumed_at >= seconds);
+        let may_give = |other: &Sequence| {
+            other.in_flight > 0 && other.id != asker.id && (forced || other.has_sampled && is_due(other))
+        };
+        self.running_of(compartment).iter().any(may_give)
+    }
+
+    /// Counts on blocks that come free when this step or an open one closes, if there are enough for this asker.
     fn promise_coming(&mut self, asker: &Asker<'_>, num_blocks: u32) -> bool {
         let own_only = matches!(asker.short, Error::OverQuota { .. });
-        let counts = |entry: &&mut (AccountId, u32)| !own_only || entry.0 == asker.account;
+        let counts = |coming: &&mut Coming| !own_only || coming.account == asker.account;
         let own = &mut self.compartments[compartment_of(asker.id)];
-        if own.coming.iter_mut().filter(counts).map(|(_, count)| *count).sum::<u32>() < num_blocks {
+        if own.coming.iter_mut().filter(counts).map(|coming| coming.left).sum::<u32>() < num_blocks {
             return false;
         }
-        let mut left = num_blocks;
-        for (_, count) in own.coming.iter_mut().filter(counts) {
-            let taken = left.min(*count);
-            *count -= taken;
-            left -= taken;
+        let mut missing = num_blocks;
+        for coming in own.coming.iter_mut().filter(counts) {
+            let taken = missing.min(coming.left);
+            coming.left -= taken;
+            missing -= taken;
         }
         own.owed += num_blocks;
         true
+    }
+
+    /// Notes blocks of a victim that come free when a step closes.
+    fn note_coming(&mut self, victim: SequenceId, step: StepId, account: AccountId, num_blocks: u32) {
+        let coming = &mut self.own(victim).coming;
+        match coming.iter_mut().find(|coming| (coming.step, coming.account) == (step, account)) {
+            Some(coming) => {
+                coming.num_blocks += num_blocks;
+                coming.left += num_blocks;
+            }
+            None => coming.push(Coming { step, account, num_blocks, left: num_blocks }),
+        }
     }
 
     /// Who gives blocks next: to the host tier, where age does not count, or everything.
@@ -156,7 +195,7 @@ impl Core {
         }
         for position in range_of(&self.parked, compartment) {
             let sequence = &self.parked[position];
-            if !sequence.blocks.is_empty() && !spared.contains(&Some(sequence.id)) {
+            if sequence.num_held() > 0 && !spared.contains(&Some(sequence.id)) {
                 self.consider(Victim::Parked(position), asker, swaps, &mut best)?;
             }
         }
@@ -251,40 +290,37 @@ impl Core {
     fn swaps_rather(&self, victim: Victim, tail: u32) -> Result<bool> {
         let Some(host) = &self.host else { return Ok(false) };
         let sequence = self.of(victim);
-        let tail = tail.min(sequence.blocks.len() as u32);
         let costs_less = match self.config.overflow {
             Overflow::Recompute | Overflow::Refuse => return Ok(false),
             Overflow::Swap => true,
             Overflow::Auto => {
-                let tokens = tail * self.config.block_size;
-                2.0 * host.config.swap_seconds(tail) <= host.config.recompute_seconds(tokens)
+                let kept = sequence.columns_before_tail(tail);
+                let tokens = (sequence.blocks.len() - kept) as u32 * self.config.block_size;
+                let moved = sequence.num_blocks_in(kept..sequence.blocks.len()) as u32;
+                2.0 * host.config.swap_seconds(moved) <= host.config.recompute_seconds(tokens)
             }
         };
-        Ok(costs_less && host.has_room(sequence.request.tenant.index, tail)?)
+        let least = tail.min(sequence.num_held() as u32);
+        Ok(costs_less && host.has_room(sequence.request.tenant.index, least)?)
     }
 
     /// Moves a tail of the victim out. False, and nothing has changed, if that cannot be.
     fn park(&mut self, victim: Victim, tail: u32) -> Result<bool> {
-        let tail = tail.min(self.of(victim).blocks.len() as u32);
         let mut sequence = self.remove(victim);
-        let account = sequence.request.tenant.account;
-        let done = self.swap_out(&mut sequence, tail)?;
-        if done && matches!(victim, Victim::Running(_)) {
+        let left = self.swap_out(&mut sequence, tail)?;
+        if left.is_some() && matches!(victim, Victim::Running(_)) {
             sequence.progress.preemptions += 1;
             self.num_preemptions += 1;
             self.free_row(sequence.row, compartment_of(sequence.id));
         }
-        if done {
-            let coming = &mut self.own(sequence.id).coming;
-            match coming.iter_mut().find(|(other, _)| *other == account) {
-                Some((_, count)) => *count += tail,
-                None => coming.push((account, tail)),
-            }
+        if let Some(num_blocks) = left {
+            let account = sequence.request.tenant.account;
+            self.note_coming(sequence.id, self.last_step, account, num_blocks);
         }
         let list = if sequence.parked.is_some() { &mut self.parked } else { &mut self.running };
         let position = list.partition_point(|other| other.id < sequence.id);
         list.insert(position, sequence);
-        Ok(done)
+        Ok(left.is_some())
     }
 
     /// Takes everything from a sequence; it goes back to its place in the queue with its tokens, or ends. What is

@@ -75,7 +75,7 @@ impl Core {
         let mut position = range_of(&self.parked, compartment).start;
         while let Some(sequence) = self.parked.get(position) {
             let id = sequence.id;
-            if compartment_of(id) != compartment {
+            if compartment_of(id) != compartment || !self.has_row(compartment) {
                 break;
             }
             let need = self.blocks_to_return(sequence);

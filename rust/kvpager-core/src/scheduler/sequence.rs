@@ -145,6 +145,31 @@ impl Sequence {
         }
     }
 
+    /// Slot of a position that it has a block for. What it writes next is in its last block, nearly always, and is found
+    /// there without a division.
+    pub(super) fn slot(&self, position: u32, block_size: u32) -> i64 {
+        let slot = |block: BlockHandle, offset: u32| {
+            i64::from(block.id().0) * i64::from(block_size) + i64::from(offset)
+        };
+        let offset = (position + block_size).wrapping_sub(self.blocks.len() as u32 * block_size);
+        match self.blocks.last() {
+            Some(&last) if offset < block_size => slot(last, offset),
+            _ => slot(self.blocks[(position / block_size) as usize], position % block_size),
+        }
+    }
+
+    /// What an open step computes of it has been committed.
+    pub(super) fn leave_step(&mut self, planned: &PlannedRow) {
+        self.in_flight -= planned.num_tokens;
+        self.num_pending -= u32::from(planned.num_samples > 0);
+        self.progress.steps += 1;
+    }
+
+    /// Whether a full block of it is not in the index, which it takes part in.
+    pub(super) fn has_block_to_index(&self, block_size: u32) -> bool {
+        self.num_computed >= (self.num_indexed + 1) * block_size && self.pin.is_some()
+    }
+
     pub(super) fn num_outputs(&self) -> u32 {
         self.tokens.len() as u32 - self.progress.prompt_tokens
     }

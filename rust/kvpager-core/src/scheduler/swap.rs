@@ -3,11 +3,16 @@
 //! A *parked* sequence keeps its head on the device, has no table row and is in no batch. Device blocks that a
 //! step copies out, and host blocks that it copies in, leave their pools when that step has opened: both ends
 //! stay as they are until it closes.
+//!
+//! Steps run in the order in which they were planned, so with several of them open a tail may be on its way back before
+//! the step that copies it out has ended. What an open step writes is never copied out: who is in flight is no victim.
 
 use super::core::Core;
 use super::scopes::find;
 use super::sequence::{Parked, Sequence};
-use crate::ids::BlockHandle;
+use super::tails::Keeper;
+use crate::block_pool::StepEpoch;
+use crate::ids::{AccountId, BlockHandle};
 use crate::prefix_index::ChainPin;
 use crate::{Error, Result};
 
@@ -22,45 +27,52 @@ pub(super) struct Swaps {
     pub(super) incoming: Vec<[i32; 2]>,
     /// Sequences that the next step moves: if it fails, what they have is not known.
     pub(super) moved: Vec<crate::SequenceId>,
-    /// Device blocks, and pins of indexed ones, that the next step copies from.
+    /// Device blocks, pins of indexed ones, and uses of those of further groups, that the next step copies from.
     leaving: Vec<BlockHandle>,
     leaving_pins: Vec<ChainPin>,
+    leaving_uses: Vec<(AccountId, BlockHandle)>,
     pub(super) num_swapped_out: u64,
     pub(super) num_swapped_in: u64,
 }
 
 impl Core {
-    /// Moves the last `num_blocks` blocks of a sequence, or all it has, to the host tier. False, and nothing has
-    /// changed, if its share of that is full.
-    pub(super) fn swap_out(&mut self, sequence: &mut Sequence, num_blocks: u32) -> Result<bool> {
-        let Some(host) = &mut self.host else { return Ok(false) };
-        let have = sequence.blocks.len();
-        let keep = have.saturating_sub(num_blocks as usize);
-        let written = self.config.blocks_for(sequence.num_written()) as usize;
-        let mut copies = vec![BlockHandle::from_bits(0); written.min(have).saturating_sub(keep)];
+    /// Moves the last `num_blocks` blocks of a sequence, or all it has, to the host tier. Returns how many leave the
+    /// device; `None`, and nothing has changed, if its share of the tier is full.
+    pub(super) fn swap_out(&mut self, sequence: &mut Sequence, num_blocks: u32) -> Result<Option<u32>> {
+        let Some(host) = &self.host else { return Ok(None) };
+        let keep = sequence.columns_before_tail(num_blocks);
+        let written = self.columns_written(sequence).min(sequence.blocks.len());
+        let mut copies = vec![BlockHandle::from_bits(0); sequence.num_blocks_in(keep..written)];
         if !host.allocate(sequence.request.tenant.index, &mut copies)? {
-            return Ok(false);
+            return Ok(None);
         }
-        let indexed = sequence.num_indexed as usize;
-        if keep < indexed && !self.shorten_pin(sequence, keep)? {
+        if keep < sequence.num_indexed as usize && !self.shorten_pin(sequence, keep)? {
             if let Some(host) = &self.host {
                 host.release(&copies)?;
             }
-            return Ok(false);
+            return Ok(None);
         }
+        let (tail, spare) = sequence.take_tail(keep);
         let parked = sequence.parked.get_or_insert_with(|| Box::new(Parked::new(self.now)));
-        for (&device, &copy) in sequence.blocks[keep..].iter().zip(&copies).rev() {
-            self.swaps.outgoing.push([device.id().0 as i32, copy.id().0 as i32]);
-            parked.blocks.push(copy);
+        // The columns that are written come first.
+        for (device, copy) in tail.iter().zip(&copies).rev() {
+            self.swaps.outgoing.push([device.block.id().0 as i32, copy.id().0 as i32]);
+            parked.blocks.push(*copy);
         }
         self.swaps.num_swapped_out += copies.len() as u64;
         self.swaps.moved.push(sequence.id);
-        self.swaps.leaving.extend_from_slice(&sequence.blocks[keep.max(indexed)..]);
-        sequence.blocks.truncate(keep);
-        sequence.num_indexed = sequence.num_indexed.min(keep as u32);
+        let account = sequence.request.tenant.account;
+        for device in &tail {
+            match device.keeper {
+                Keeper::Own => self.swaps.leaving.push(device.block),
+                Keeper::Use => self.swaps.leaving_uses.push((account, device.block)),
+                Keeper::Pin => {}
+            }
+        }
+        self.swaps.leaving.extend_from_slice(&spare);
         let promised = sequence.reservation.num_blocks();
         sequence.reservation.shrink(promised)?;
-        Ok(true)
+        Ok(Some((tail.len() + spare.len()) as u32))
     }
 
     /// Pins the first `num_blocks` of an indexed prefix instead of all of it; what it lets go stays cached, and
@@ -82,11 +94,6 @@ impl Core {
         Ok(true)
     }
 
-    /// Device blocks that a parked sequence needs to run its next token.
-    pub(super) fn blocks_to_return(&self, sequence: &Sequence) -> u32 {
-        self.config.blocks_for(sequence.tokens.len() as u32) - sequence.blocks.len() as u32
-    }
-
     /// Brings the tail of a parked sequence back and gives it a row. `Ok(Some(error))` says what is short; the
     /// sequence is as before then.
     pub(super) fn swap_in(&mut self, sequence: &mut Sequence) -> Result<Option<Error>> {
@@ -104,11 +111,7 @@ impl Core {
         let Some(row) = self.tables.take_row() else {
             return Err(Error::WrongState("a running place has no table row".to_owned()));
         };
-        sequence.row = row;
-        sequence.blocks.extend_from_slice(&self.scratch);
-        for &block in &sequence.blocks {
-            self.tables.append(row, block.id());
-        }
+        self.begin_again(sequence, row);
         self.note_owner(sequence.request.tenant.account);
         let copies = parked.blocks.drain(..).rev();
         let host: Vec<BlockHandle> = copies.collect();
@@ -142,14 +145,32 @@ impl Core {
         drawn
     }
 
-    /// Lets go of what the step that has just opened copies from.
-    pub(super) fn release_swapped(&mut self) -> Result<()> {
-        if let Some(host) = &mut self.host {
-            host.open_step()?;
-            self.swaps.leaving_pins.clear();
-            self.pool.release(&self.swaps.leaving)?;
-            self.swaps.leaving.clear();
+    /// Opens the step that has just opened in the host tier's pool too, and lets go of what it copies from.
+    pub(super) fn release_swapped(&mut self) -> Result<Option<StepEpoch>> {
+        let Some(host) = &mut self.host else { return Ok(None) };
+        let epoch = host.open_step()?;
+        self.let_leaving_go()?;
+        Ok(Some(epoch))
+    }
+
+    fn let_leaving_go(&mut self) -> Result<()> {
+        self.swaps.leaving_pins.clear();
+        self.pool.release(&self.swaps.leaving)?;
+        self.swaps.leaving.clear();
+        for (account, block) in self.swaps.leaving_uses.drain(..) {
+            if let Some(index) = &self.index {
+                index.leave_all_attached(&[block], account)?;
+            }
         }
         Ok(())
+    }
+
+    /// The step that was to move blocks does not open: whoever it was to move is computed again.
+    pub(super) fn cancel_moves(&mut self) -> Result<()> {
+        self.swaps.outgoing.clear();
+        self.swaps.incoming.clear();
+        self.moved.append(&mut self.swaps.moved);
+        self.preempt_moved()?;
+        self.let_leaving_go()
     }
 }

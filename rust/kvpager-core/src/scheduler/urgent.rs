@@ -40,7 +40,7 @@ impl Core {
         let lower = self.running_of(compartment).iter().filter(|sequence| is_lower(sequence));
         let (mut blocks, mut victim) = (0, None);
         for sequence in lower {
-            blocks += sequence.blocks.len() as u64 + u64::from(sequence.reservation.num_blocks());
+            blocks += sequence.num_held() as u64 + u64::from(sequence.reservation.num_blocks());
             victim = victim.max(Some((sequence.request.priority, sequence.id)));
         }
         let Some((_, id)) = victim.filter(|_| blocks >= missing) else { return Ok(false) };

@@ -14,12 +14,26 @@ use kvpager_core::block_pool::{BlockPool, PoolConfig};
 use kvpager_core::geometry::Span;
 use kvpager_core::prefix_index::{EvictionPolicy, IndexConfig, PrefixIndex};
 use kvpager_core::scheduler::{
-    AdmissionPolicy, Batch, BatchArrays, FinishedRequest, PADDING_SEQUENCE, QueueLimits, Request, Scheduler,
-    SchedulerConfig, Tenant, TenantConfig,
+    AdmissionPolicy, Batch, BatchArrays, FinishedRequest, HostTierConfig, Overflow, PADDING_SEQUENCE,
+    QueueLimits, Request, Scheduler, SchedulerConfig, Tenant, TenantConfig,
 };
 use kvpager_core::{Error, Result, SequenceId};
+use proptest::prelude::*;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
+
+/// No host tier, one that is soon full, one with room; deadlines from "at once" to "never".
+pub fn host_tier() -> impl Strategy<Value = (Overflow, HostTierConfig)> {
+    let overflow =
+        prop_oneof![1 => Just(Overflow::Auto), 1 => Just(Overflow::Recompute), 4 => Just(Overflow::Swap)];
+    let gap = prop::sample::select(vec![1e-9, 1.0, 3.0, 1e9]);
+    (overflow, prop_oneof![1 => Just(0), 3 => 1..100u32], gap).prop_map(
+        |(overflow, num_blocks, max_token_gap)| {
+            let overflow = if num_blocks == 0 { Overflow::Auto } else { overflow };
+            (overflow, HostTierConfig { num_blocks, max_token_gap, ..HostTierConfig::default() })
+        },
+    )
+}
 
 /// Hash of a prefix, one token at a time.
 pub fn mix(prefix: u64, token: u32) -> u64 {
@@ -103,13 +117,21 @@ pub fn first_seen(span: Span, position: usize) -> usize {
     }
 }
 
-/// A step that the "device" has run and nobody has committed yet.
+/// A step that nobody has committed yet.
 pub struct Flight {
     pub batch: Batch,
-    pub token_start: Vec<i32>,
-    pub tokens: Vec<i32>,
+    /// What became of it, if the "device" has run it.
+    ran: Option<Ran>,
+}
+
+/// What a step that has run gave.
+struct Ran {
+    token_start: Vec<i32>,
+    tokens: Vec<i32>,
     /// (group, row, column, block id) that its queries read.
     seen: Vec<(usize, usize, usize, i32)>,
+    /// Whose outputs grew, by how many tokens.
+    grown: Vec<(SequenceId, usize)>,
 }
 
 pub struct Engine {
@@ -131,7 +153,11 @@ pub struct Engine {
     seen: Vec<(usize, usize, usize, i32)>,
     /// What the last step sampled, by its `sample_rows`.
     last_samples: Vec<u32>,
+    /// Whose outputs the last step made longer, by how many tokens.
+    grown: Vec<(SequenceId, usize)>,
     pub flights: VecDeque<Flight>,
+    /// Whether the "device" runs a step right before it lands, when later ones are planned already.
+    pub lags: bool,
 }
 
 impl Engine {
@@ -161,7 +187,9 @@ impl Engine {
             histories: HashMap::new(),
             seen: Vec::new(),
             last_samples: Vec::new(),
+            grown: Vec::new(),
             flights: VecDeque::new(),
+            lags: false,
         })
     }
 
@@ -184,6 +212,7 @@ impl Engine {
         let spans = self.scheduler.config().layer_groups.clone();
         self.move_blocks(arrays);
         self.seen.clear();
+        self.grown.clear();
         let (mut token_start, mut tokens) = (vec![0], Vec::new());
         let previous = std::mem::take(&mut self.last_samples);
         for row in 0..arrays.sequence_ids.len() {
@@ -252,6 +281,7 @@ impl Engine {
             for (i, &token) in tokens[before..].iter().enumerate() {
                 let branch = SequenceId(id.0 + if is_split { i as u64 } else { 0 });
                 self.outputs.entry(branch).or_default().push(token as u32);
+                self.grown.push((branch, 1));
             }
             token_start.push(tokens.len() as i32);
         }
@@ -319,7 +349,7 @@ impl Engine {
         batch.arrays.token_ids.len()
     }
 
-    /// Plans a step and runs it, without waiting for the ones before.
+    /// Plans a step and runs it, without waiting for the ones before; if the device lags, it runs later.
     pub fn take_off(&mut self) -> usize {
         let batch = match self.scheduler.step(0) {
             Ok(batch) => batch,
@@ -331,23 +361,28 @@ impl Engine {
             Err(error) => panic!("{error}"),
         };
         self.note(batch.arrays.finished.iter().cloned());
-        let (token_start, tokens) = self.run(&batch);
         let num_tokens = batch.arrays.token_ids.len();
-        let seen = std::mem::take(&mut self.seen);
-        self.flights.push_back(Flight { batch, token_start, tokens, seen });
+        let ran = (!self.lags).then(|| self.fly(&batch));
+        self.flights.push_back(Flight { batch, ran });
         self.check();
         num_tokens
+    }
+
+    fn fly(&mut self, batch: &Batch) -> Ran {
+        let (token_start, tokens) = self.run(batch);
+        let (seen, grown) = (std::mem::take(&mut self.seen), std::mem::take(&mut self.grown));
+        Ran { token_start, tokens, seen, grown }
     }
 
     /// Commits the oldest step.
     pub fn land(&mut self) -> u64 {
         let flight = self.flights.pop_front().unwrap();
-        for &(group, row, column, block) in &flight.seen {
+        let ran = flight.ran.unwrap_or_else(|| self.fly(&flight.batch));
+        for &(group, row, column, block) in &ran.seen {
             let now = self.scheduler.arenas()[group].get(row, column).unwrap();
             assert_eq!(now, block, "an entry that an open step reads was overwritten");
         }
-        let outcome =
-            self.scheduler.commit(flight.batch.step_id, &flight.token_start, &flight.tokens).unwrap();
+        let outcome = self.scheduler.commit(flight.batch.step_id, &ran.token_start, &ran.tokens).unwrap();
         self.note(outcome.finished);
         self.check();
         outcome.dropped_tokens
@@ -358,10 +393,9 @@ impl Engine {
         let step_id = self.flights[place].batch.step_id;
         while self.flights.len() > place {
             let flight = self.flights.pop_back().unwrap();
-            for (row, &id) in flight.batch.arrays.sequence_ids.iter().enumerate() {
-                let count = flight.token_start[row + 1] - flight.token_start[row];
-                if let Some(output) = self.outputs.get_mut(&SequenceId(id)) {
-                    output.truncate(output.len() - (count as usize).min(output.len()));
+            for (id, count) in flight.ran.map_or(Vec::new(), |ran| ran.grown) {
+                if let Some(output) = self.outputs.get_mut(&id) {
+                    output.truncate(output.len() - count.min(output.len()));
                 }
             }
         }
