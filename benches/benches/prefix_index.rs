@@ -8,101 +8,16 @@
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use flate2::read::GzDecoder;
-use kvpager_core::block_pool::{BlockPool, PoolConfig, Quota};
-use kvpager_core::prefix_index::{EvictionPolicy, Fingerprint, IndexConfig, PrefixIndex, ShareScope};
-use kvpager_core::{BlockHandle, NamespaceId};
+use kvpager_benches::prefixes::{BLOCK_SIZE, OWN, POLICIES, Random, SHARED, World};
+use kvpager_core::prefix_index::EvictionPolicy;
 use std::hint::black_box;
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-const BLOCK_SIZE: usize = 16;
-const SHARED: usize = 32;
-const OWN: usize = 32;
-const FAMILY: usize = 32;
 const RESIDENT: [usize; 3] = [10_000, 100_000, 1_000_000];
-const POLICIES: [(&str, EvictionPolicy); 3] =
-    [("lru", EvictionPolicy::Lru), ("learned", EvictionPolicy::Learned), ("clock", EvictionPolicy::Clock)];
-const EXPECT: &str = "there is room in the pool";
-
-struct World {
-    index: Arc<PrefixIndex>,
-    namespace: NamespaceId,
-    known: Vec<Vec<u32>>,
-    random: Random,
-}
-
-struct Random(u64);
-
-impl Random {
-    fn draw(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    fn below(&mut self, bound: usize) -> usize {
-        (self.draw() >> 11) as usize % bound
-    }
-
-    fn tokens(&mut self, count: usize, out: &mut Vec<u32>) {
-        out.extend((0..count).map(|_| (self.draw() >> 33) as u32));
-    }
-}
-
-impl World {
-    fn empty(num_blocks: usize, eviction: EvictionPolicy) -> Self {
-        let num_blocks = num_blocks as u32;
-        let pool = BlockPool::new(PoolConfig { num_blocks, ..PoolConfig::default() }).expect(EXPECT);
-        let account = pool.add_account(Quota { guaranteed: 0, limit: num_blocks }).expect(EXPECT);
-        let index = PrefixIndex::new(pool, IndexConfig { block_size: BLOCK_SIZE as u32, eviction });
-        let index = index.expect(EXPECT);
-        let scope = ShareScope::Private("bench".into());
-        let namespace = index.namespace(&scope, &Fingerprint::default(), account).expect(EXPECT);
-        Self { index, namespace, known: Vec::new(), random: Random(0x2545_f491_4f6c_dd1d) }
-    }
-
-    /// About `resident` blocks, in sequences whose own part is `own` blocks.
-    fn new(resident: usize, own: usize, eviction: EvictionPolicy) -> Self {
-        let mut world = Self::empty(2 * resident + 65_536, eviction);
-        // A family has its shared blocks once.
-        let count = resident * FAMILY / (FAMILY * own + SHARED);
-        world.known = world.prompts(count, own);
-        for prompt in &world.known {
-            world.insert(prompt);
-        }
-        world
-    }
-
-    /// Prompts that share their first blocks in families.
-    fn prompts(&mut self, count: usize, own: usize) -> Vec<Vec<u32>> {
-        let mut prompts: Vec<Vec<u32>> = Vec::with_capacity(count);
-        for i in 0..count {
-            let mut prompt = Vec::with_capacity((SHARED + own) * BLOCK_SIZE);
-            match i % FAMILY {
-                0 => self.random.tokens(SHARED * BLOCK_SIZE, &mut prompt),
-                before => prompt.extend_from_slice(&prompts[i - before][..SHARED * BLOCK_SIZE]),
-            }
-            self.random.tokens(own * BLOCK_SIZE, &mut prompt);
-            prompts.push(prompt);
-        }
-        prompts
-    }
-
-    fn insert(&self, prompt: &[u32]) {
-        let mut blocks = Vec::with_capacity(prompt.len() / BLOCK_SIZE);
-        drop(self.index.insert_prefix(self.namespace, prompt, &mut blocks).expect(EXPECT));
-    }
-
-    #[inline]
-    fn find(&self, prompt: &[u32], blocks: &mut Vec<BlockHandle>) {
-        blocks.clear();
-        black_box(self.index.match_whole(self.namespace, prompt, blocks).expect(EXPECT));
-    }
-}
 
 fn matches(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("match + pin + touch + unpin, 64 blocks");
@@ -186,22 +101,24 @@ fn threads(criterion: &mut Criterion) {
 fn inserts(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("insert + release of 32 new blocks below 32 shared");
     group.throughput(Throughput::Elements(OWN as u64));
+    group
+        .measurement_time(Duration::from_millis(500))
+        .warm_up_time(Duration::from_millis(200))
+        .sample_size(20);
     for resident in RESIDENT {
         let mut world = World::new(resident, OWN, EvictionPolicy::Lru);
         group.bench_function(BenchmarkId::from_parameter(resident), |bencher| {
-            let mut fresh = world.prompts(512, OWN);
-            let heads: Vec<Vec<u32>> = world.known.iter().take(512).cloned().collect();
-            for (prompt, head) in fresh.iter_mut().zip(heads.iter().cycle()) {
-                prompt[..SHARED * BLOCK_SIZE].copy_from_slice(&head[..SHARED * BLOCK_SIZE]);
-            }
-            let mut serial = 0u32;
-            let next = || {
-                serial += 1;
-                let mut prompt = fresh[serial as usize % fresh.len()].clone();
-                prompt[SHARED * BLOCK_SIZE] = serial;
-                prompt
-            };
-            bencher.iter_batched(next, |prompt| world.insert(&prompt), BatchSize::SmallInput);
+            bencher.iter_custom(|rounds| {
+                let mut elapsed = Duration::ZERO;
+                for _ in 0..rounds {
+                    let prompt = world.continued(OWN);
+                    let begin = Instant::now();
+                    world.insert(&prompt);
+                    elapsed += begin.elapsed();
+                    world.index.evict(OWN as u32);
+                }
+                elapsed
+            });
         });
     }
     group.finish();
@@ -209,6 +126,11 @@ fn inserts(criterion: &mut Criterion) {
 
 fn evictions(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("evict 32 blocks in one call");
+    // What is evicted is put back between the calls, untimed and many times as long.
+    group
+        .measurement_time(Duration::from_millis(300))
+        .warm_up_time(Duration::from_millis(100))
+        .sample_size(20);
     for (name, eviction) in POLICIES {
         for resident in [250_000, 1_000_000] {
             for leaf in [32, 4, 1] {
@@ -222,9 +144,7 @@ fn evictions(criterion: &mut Criterion) {
                             black_box(world.index.evict(OWN as u32));
                             elapsed += begin.elapsed();
                             for _ in 0..OWN / leaf {
-                                let head = world.random.below(world.known.len());
-                                let mut prompt = world.known[head][..SHARED * BLOCK_SIZE].to_vec();
-                                world.random.tokens(leaf * BLOCK_SIZE, &mut prompt);
+                                let prompt = world.continued(leaf);
                                 world.insert(&prompt);
                             }
                         }

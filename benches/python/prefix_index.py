@@ -1,7 +1,11 @@
 """Prefix index through Python, beside a dictionary of hashes and what is installed of vLLM and SGLang.
 
+    cargo bench -p kvpager-benches --bench prefix_index
     python benches/python/prefix_index.py [--resident 10000,100000,1000000] [--rounds 9]
-        [--trace mooncake_conversation_trace.jsonl.gz] [--out benches/results/prefix-index.md]
+        [--trace mooncake_conversation_trace.jsonl.gz] [--criterion target/criterion]
+        [--out benches/results/prefix-index.md]
+
+The first times native calls and leaves its figures in target/criterion; the second adds them to the page.
 
 Blocks of 16 tokens, sequences of 32 shared and 32 own blocks, uint32 arrays. Every figure is a
 median over rounds in which the contenders take turns in one process, so that a busy machine hurts
@@ -78,16 +82,15 @@ class HashChain:
 
 
 class Ours:
+    """The index. Its calls are bound ahead: a figure is one call across the boundary."""
+
     def __init__(self, num_blocks: int, eviction: Any = "lru") -> None:
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(self.pool, block_size=BLOCK_SIZE, eviction=eviction)
         self.space = self.index.namespace(ShareScope.private("bench"))
-
-    def match(self, prompt: Prompt) -> object:
-        return self.index.match_prefix(self.space, prompt, whole=True)
-
-    def insert(self, prompt: Prompt) -> object:
-        return self.index.insert_prefix(self.space, prompt)
+        match, insert, space = self.index.match_prefix, self.index.insert_prefix, self.space
+        self.match: Callable[[Any], object] = lambda prompt: match(space, prompt, whole=True)
+        self.insert: Callable[[Any], object] = lambda prompt: insert(space, prompt)
 
 
 class OfVllm:
@@ -346,6 +349,32 @@ def page(options: argparse.Namespace) -> Iterator[str]:
             yield row("500,000", what, name, f"{value:,.1f}")
     else:
         yield row("500,000", "replay of 3,000 conversation prompts", f"left out: no {options.trace.name}", "")
+    if options.criterion.is_dir():
+        yield ""
+        yield from native(options.criterion)
+
+
+NATIVE = ("match + pin", "match on threads", "insert + release", "evict 32", "replay of 3,000")
+"""How the groups of the native benchmark begin, in the order of the page."""
+
+
+def native(criterion: Path) -> Iterator[str]:
+    """Rows of what `cargo bench -p kvpager-benches --bench prefix_index` left there."""
+    groups: dict[str, list[tuple[str, int, float, int]]] = {}
+    for file in criterion.glob("*/**/new/benchmark.json"):
+        what = json.loads(file.read_text())
+        nanoseconds = json.loads((file.parent / "estimates.json").read_text())["median"]["point_estimate"]
+        elements = (what["throughput"] or {"Elements": 1})["Elements"]
+        case, number = what["function_id"], int(what["value_str"] or 0)
+        groups.setdefault(what["group_id"], []).append((case or "", number, nanoseconds, elements))
+    yield from head("native", "case", "resident, or threads", "ns a call", "ns a block")
+    for start in NATIVE:
+        for group in sorted(groups):
+            for case, number, nanoseconds, elements in (
+                sorted(groups[group]) if group.startswith(start) else ()
+            ):
+                a_block = f"{nanoseconds / elements:,.1f}" if elements > 1 else ""
+                yield row(group, case, f"{number:,}", f"{nanoseconds:,.0f}", a_block)
 
 
 MARK = "<!-- Below: written by benches/python/prefix_index.py -->"
@@ -362,6 +391,7 @@ def main() -> None:
     parser.add_argument(
         "--trace", type=Path, default=shared / "traces" / "mooncake_conversation_trace.jsonl.gz"
     )
+    parser.add_argument("--criterion", type=Path, default=Path("target/criterion"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     gc.disable()

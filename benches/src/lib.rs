@@ -1,9 +1,12 @@
-//! Ways to hand out block ids, behind one interface, so that they are measured side by side.
+//! Ways to hand out block ids, behind one interface, so that they are measured side by side; and worlds of prompts
+//! for the prefix index ([`prefixes`]).
 //!
 //! Beside the pool are the plain alternatives: a vector and a queue under a mutex, and crossbeam's array queue.
 //! None of those has quotas, reference counts, generations or a quarantine, and none sees a double release.
 
 #![expect(clippy::missing_panics_doc, reason = "a benchmark that runs out of blocks is wrong")]
+
+pub mod prefixes;
 
 use crossbeam_queue::ArrayQueue;
 use kvpager_core::block_pool::{BlockPool, Magazine, PoolConfig, Quota, Reservation};

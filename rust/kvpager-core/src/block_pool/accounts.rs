@@ -79,8 +79,6 @@ pub(super) struct Accounts {
     accounts: Box<[CachePadded<Account>]>,
     num_accounts: AtomicU32,
     pub(super) permits: PermitCounter,
-    /// In the index and not held, of all accounts. Changed by the index only.
-    pub(super) cached: CachePadded<AtomicI64>,
     /// One change of quotas at a time.
     changing: Mutex<()>,
 }
@@ -91,7 +89,6 @@ impl Accounts {
             accounts: (0..max_accounts).map(|_| CachePadded::new(Account::new())).collect(),
             num_accounts: AtomicU32::new(0),
             permits: PermitCounter::new(capacity),
-            cached: CachePadded::new(AtomicI64::new(0)),
             changing: Mutex::new(()),
         }
     }
@@ -171,7 +168,7 @@ impl Accounts {
             let new = Use { guaranteed, ..old };
             let (before, after) = (old.footprint::<FAULT>(), new.footprint::<FAULT>());
             let cost = Permits { free: 0, shared: after.saturating_sub(before) };
-            self.permits.take(cost, 0, &self.cached).map_err(|_| {
+            self.permits.take(cost, 0).map_err(|_| {
                 Error::invalid(format!(
                     "a guarantee of {guaranteed} blocks cannot be given: it takes {} more, and {} are neither \
                      guaranteed nor lent out",
@@ -223,7 +220,7 @@ impl Accounts {
                 shared: shared.saturating_sub(taken.shared),
             };
             let in_account = u64::from(count - shared);
-            if let Err(error) = self.permits.take(more, in_account, &self.cached) {
+            if let Err(error) = self.permits.take(more, in_account) {
                 self.permits.give(std::mem::replace(&mut taken, Permits { free: 0, shared: 0 }));
                 // What was asked for is worked out from what the account had: if it has less now, it may need less.
                 let now = account.word.load(Ordering::Relaxed);
@@ -254,7 +251,7 @@ impl Accounts {
     /// Takes the free permits that committed capacity still lacks. Only cached blocks can be in the way.
     fn back<const FAULT: u8>(&self, id: AccountId, count: u32, free: u32, taken: u32) -> Result<()> {
         let lacking = Permits { free: free - taken, shared: 0 };
-        let Err(error) = self.permits.take(lacking, 0, &self.cached) else { return Ok(()) };
+        let Err(error) = self.permits.take(lacking, 0) else { return Ok(()) };
         if FAULT != faults::KEEP_CAPACITY {
             self.give::<FAULT>(id, count, taken)?;
         }

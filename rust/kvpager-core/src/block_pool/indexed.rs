@@ -49,28 +49,30 @@ impl<const FAULT: u8> BlockPool<FAULT> {
                 "account {account} gives the capacity of {num_blocks} pinned blocks back and has {committed}"
             )));
         }
-        let counted = Some((account, i64::from(num_blocks)));
-        self.note_quarantined(counted);
-        let epoch = self.epochs.newest_open();
-        match epoch {
-            None => self.settle_unheld(account, num_blocks),
-            Some(epoch) => {
-                let at_once = self.epochs.push_unheld(epoch, account, num_blocks);
-                if at_once > 0 {
-                    self.settle_unheld(account, at_once);
-                }
-                if self.epochs.is_closed(epoch) && FAULT != faults::LOSE_LATE_PUSH {
-                    self.drain(epoch);
-                }
-            }
+        let Some(epoch) = self.epochs.newest_open() else {
+            self.count_cached(account, i64::from(num_blocks));
+            self.uncommit(account, num_blocks);
+            return Ok(None);
+        };
+        self.note_quarantined(Some((account, i64::from(num_blocks))));
+        let at_once = self.epochs.push_unheld(epoch, account, num_blocks);
+        if at_once > 0 {
+            self.settle_quarantined(account, at_once);
         }
-        Ok(epoch)
+        if self.epochs.is_closed(epoch) && FAULT != faults::LOSE_LATE_PUSH {
+            self.drain(epoch);
+        }
+        Ok(Some(epoch))
     }
 
     /// The capacity of indexed blocks that waited in quarantine comes back.
-    pub(super) fn settle_unheld(&self, account: AccountId, num_blocks: u32) {
+    pub(super) fn settle_quarantined(&self, account: AccountId, num_blocks: u32) {
         self.count_cached(account, i64::from(num_blocks));
         self.note_quarantined(Some((account, -i64::from(num_blocks))));
+        self.uncommit(account, num_blocks);
+    }
+
+    fn uncommit(&self, account: AccountId, num_blocks: u32) {
         let given = self.accounts.give::<FAULT>(account, num_blocks, 0);
         debug_assert!(given.is_ok() || FAULT != faults::NONE, "{given:?}");
     }
@@ -78,7 +80,7 @@ impl<const FAULT: u8> BlockPool<FAULT> {
     pub(super) fn count_cached(&self, account: AccountId, change: i64) {
         // Relaxed: statistics.
         self.accounts.of_block(account).cached.fetch_add(change, Ordering::Relaxed);
-        self.accounts.cached.fetch_add(change, Ordering::Relaxed);
+        self.accounts.permits.count_cached(change);
     }
 
     /// Gives up exclusively held copies and holds `num_cached` indexed blocks of the same content instead. The
@@ -95,8 +97,7 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         }
         self.detach(own, Some(account))?;
         self.free_detached(own, |_, count| self.accounts.permits.give(Permits { free: count, shared: 0 }));
-        let given = self.accounts.give::<FAULT>(account, own.len() as u32 - num_cached, 0);
-        debug_assert!(given.is_ok() || FAULT != faults::NONE, "{given:?}");
+        self.uncommit(account, own.len() as u32 - num_cached);
         self.count_cached(account, -i64::from(num_cached));
         self.note_peak();
         Ok(())

@@ -58,8 +58,7 @@ use self::lanes::Lanes;
 use self::state::{MAX_ACCOUNTS, State};
 use crate::error::{Error, Result};
 use crate::ids::AccountId;
-use crate::sync::{AtomicI64, AtomicU64};
-use crossbeam_utils::CachePadded;
+use crate::sync::AtomicU64;
 use std::sync::Arc;
 
 /// What a pool is made with.
@@ -124,10 +123,6 @@ pub struct BlockPool<const FAULT: u8 = { faults::NONE }> {
     accounts: Accounts,
     epochs: Epochs,
     lanes: Lanes,
-    /// Blocks and pinned capacity that wait for a step to close.
-    quarantined: CachePadded<AtomicI64>,
-    /// Written only while it rises.
-    peak_held: CachePadded<AtomicI64>,
 }
 
 impl BlockPool {
@@ -154,8 +149,6 @@ impl<const FAULT: u8> BlockPool<FAULT> {
             accounts: Accounts::new(num_blocks, max_accounts),
             epochs: Epochs::new(num_blocks, max_accounts, max_open_steps),
             lanes: Lanes::new(),
-            quarantined: CachePadded::new(AtomicI64::new(0)),
-            peak_held: CachePadded::new(AtomicI64::new(0)),
         }))
     }
 

@@ -1,4 +1,4 @@
-//! The two counters that every account draws on, in one word.
+//! The two counters that every account draws on, in one word, and the pool's other totals.
 
 use crate::error::{Error, Result};
 use crate::sync::{AtomicI64, AtomicU64, Ordering};
@@ -23,17 +23,57 @@ impl Permits {
     }
 }
 
-/// The permit word, alone in its line: every allocation writes it.
+/// What every allocation or pin writes, or reads to see whether the peak rises.
+#[derive(Debug)]
+struct Totals {
+    permits: AtomicU64,
+    /// In the index and not held, of all accounts. Changed by the index only.
+    cached: AtomicI64,
+    /// Blocks and pinned capacity that wait for a step to close.
+    quarantined: AtomicI64,
+    /// Written only while it rises.
+    peak_held: AtomicI64,
+}
+
+/// The pool's totals, in one line: who needs one of them needs the others.
 #[derive(Debug)]
 pub(super) struct PermitCounter {
-    word: CachePadded<AtomicU64>,
+    totals: CachePadded<Totals>,
     capacity: u32,
 }
 
 impl PermitCounter {
     pub(super) fn new(capacity: u32) -> Self {
         let word = AtomicU64::new(Permits { free: capacity, shared: capacity }.pack());
-        Self { word: CachePadded::new(word), capacity }
+        let [cached, quarantined, peak_held] = std::array::from_fn(|_| AtomicI64::new(0));
+        Self { totals: CachePadded::new(Totals { permits: word, cached, quarantined, peak_held }), capacity }
+    }
+
+    // Relaxed, in what follows: statistics.
+
+    pub(super) fn cached(&self) -> i64 {
+        self.totals.cached.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn count_cached(&self, change: i64) {
+        self.totals.cached.fetch_add(change, Ordering::Relaxed);
+    }
+
+    pub(super) fn count_quarantined(&self, change: i64) {
+        self.totals.quarantined.fetch_add(change, Ordering::Relaxed);
+    }
+
+    pub(super) fn peak_held(&self) -> i64 {
+        self.totals.peak_held.load(Ordering::Relaxed)
+    }
+
+    /// Raises the peak to what is held now.
+    pub(super) fn note_peak(&self) {
+        let quarantined = self.totals.quarantined.load(Ordering::Relaxed);
+        let held = i64::from(self.capacity) - i64::from(self.load().free) - self.cached() - quarantined;
+        if held > self.peak_held() {
+            self.totals.peak_held.fetch_max(held, Ordering::Relaxed);
+        }
     }
 
     pub(super) const fn capacity(&self) -> u32 {
@@ -42,25 +82,26 @@ impl PermitCounter {
 
     pub(super) fn load(&self) -> Permits {
         // Relaxed: a number for statistics and waiting.
-        Permits::unpack(self.word.load(Ordering::Relaxed))
+        Permits::unpack(self.totals.permits.load(Ordering::Relaxed))
     }
 
     /// Takes both or neither. `in_account` is what the account can add from its guarantee, for the error.
     #[inline]
-    pub(super) fn take(&self, wanted: Permits, in_account: u64, cached: &AtomicI64) -> Result<()> {
+    pub(super) fn take(&self, wanted: Permits, in_account: u64) -> Result<()> {
         if wanted == (Permits { free: 0, shared: 0 }) {
             return Ok(());
         }
-        let mut word = self.word.load(Ordering::Relaxed);
+        let cell = &self.totals.permits;
+        let mut word = cell.load(Ordering::Relaxed);
         loop {
             let now = Permits::unpack(word);
             if now.shared < wanted.shared || now.free < wanted.free {
-                return Err(self.refused(now, wanted, in_account, cached));
+                return Err(self.refused(now, wanted, in_account));
             }
             let next = Permits { free: now.free - wanted.free, shared: now.shared - wanted.shared };
             // Acquire pairs with the Release of `give`: the blocks behind the permits are published. A failure
             // means that another thread took or gave.
-            match self.word.compare_exchange_weak(word, next.pack(), Ordering::AcqRel, Ordering::Relaxed) {
+            match cell.compare_exchange_weak(word, next.pack(), Ordering::AcqRel, Ordering::Relaxed) {
                 Ok(_) => return Ok(()),
                 Err(changed) => word = changed,
             }
@@ -68,7 +109,7 @@ impl PermitCounter {
     }
 
     #[cold]
-    fn refused(&self, now: Permits, wanted: Permits, in_account: u64, cached: &AtomicI64) -> Error {
+    fn refused(&self, now: Permits, wanted: Permits, in_account: u64) -> Error {
         if now.shared < wanted.shared {
             return Error::OutOfBlocks {
                 needed: u64::from(wanted.shared) + in_account,
@@ -79,7 +120,7 @@ impl PermitCounter {
         Error::NeedsReclaim {
             needed: u64::from(wanted.free),
             free: u64::from(now.free),
-            cached: cached.load(Ordering::Relaxed).max(0) as u64,
+            cached: self.cached().max(0) as u64,
         }
     }
 
@@ -88,7 +129,7 @@ impl PermitCounter {
     pub(super) fn give(&self, permits: Permits) {
         if permits != (Permits { free: 0, shared: 0 }) {
             // Release pairs with the Acquire of `take`.
-            self.word.fetch_add(permits.pack(), Ordering::AcqRel);
+            self.totals.permits.fetch_add(permits.pack(), Ordering::AcqRel);
         }
     }
 }

@@ -83,7 +83,7 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         if let Some((account, count)) = counted {
             // Relaxed: statistics.
             self.accounts.of_block(account).quarantined.fetch_add(count, Ordering::Relaxed);
-            self.quarantined.fetch_add(count, Ordering::Relaxed);
+            self.accounts.permits.count_quarantined(count);
         }
     }
 
@@ -104,7 +104,7 @@ impl<const FAULT: u8> BlockPool<FAULT> {
             }
         }
         self.finish(&mut run, give);
-        self.epochs.take_unheld(epoch, |account, count| self.settle_unheld(account, count));
+        self.epochs.take_unheld(epoch, |account, count| self.settle_quarantined(account, count));
     }
 
     /// The epoch that a leaving block still waits for. The word has its low bits only: a release that stands still

@@ -71,7 +71,7 @@ impl<const FAULT: u8> Reservation<FAULT> {
         let count = self.drawn(out.len())?;
         let backed = self.backed.min(count);
         let wanted = Permits { free: count - backed, shared: 0 };
-        self.pool.accounts.permits.take(wanted, 0, &self.pool.accounts.cached)?;
+        self.pool.accounts.permits.take(wanted, 0)?;
         self.backed -= backed;
         self.count(-i64::from(count));
         self.pool.claim(self.account, out);

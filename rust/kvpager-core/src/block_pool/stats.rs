@@ -65,7 +65,7 @@ impl<const FAULT: u8> BlockPool<FAULT> {
             quarantined += account.quarantined.load(Ordering::Relaxed);
         }
         let free = i64::from(self.accounts.permits.load().free) + backed as i64;
-        let cached = self.accounts.cached.load(Ordering::Relaxed);
+        let cached = self.accounts.permits.cached();
         let capacity = i64::from(self.num_blocks());
         PoolStats {
             capacity: count(capacity),
@@ -74,7 +74,7 @@ impl<const FAULT: u8> BlockPool<FAULT> {
             free: count(free),
             reserved: count(reserved),
             quarantined: count(quarantined),
-            peak_held: count(self.peak_held.load(Ordering::Relaxed)),
+            peak_held: count(self.accounts.permits.peak_held()),
             stranded: self.lanes.sum(User::Magazine, None).0,
         }
     }
@@ -103,13 +103,7 @@ impl<const FAULT: u8> BlockPool<FAULT> {
 
     /// Raises the peak to what is held now. Called after blocks or pins were added.
     pub(super) fn note_peak(&self) {
-        let free = i64::from(self.accounts.permits.load().free);
-        let cached = self.accounts.cached.load(Ordering::Relaxed);
-        let quarantined = self.quarantined.load(Ordering::Relaxed);
-        let held = i64::from(self.num_blocks()) - free - cached - quarantined;
-        if held > self.peak_held.load(Ordering::Relaxed) {
-            self.peak_held.fetch_max(held, Ordering::Relaxed);
-        }
+        self.accounts.permits.note_peak();
     }
 
     /// Checks that bits, words, permits and counters agree. Exact when nothing moves. Reads every block.

@@ -146,7 +146,7 @@ impl Events {
             *word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         }
         // SAFETY: every caller has the exclusive lock of the tree that the block is in, so nobody reads the row.
-        unsafe { self.digests.write_row(block.id(), &row) };
+        unsafe { self.digests.write_rows(block.id(), 1, &row) };
     }
 
     /// Digest of a node's end, which blocks below it continue.

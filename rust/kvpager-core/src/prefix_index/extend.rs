@@ -2,7 +2,7 @@
 
 use super::namespace::Namespace;
 use super::order::Order;
-use super::tree::Tree;
+use super::tree::{Tree, run_length};
 use super::{Pin, PrefixIndex, lock};
 use crate::error::{Error, Result};
 use crate::ids::BlockHandle;
@@ -151,8 +151,8 @@ impl PrefixIndex {
             Err(error) => return Err(error),
         }
         tree.hold_path(target, |id| order.leave(id));
-        let is_inner = tree.release_again(pin.node);
-        debug_assert!(is_inner, "its held child holds it");
+        let num_unheld = tree.release_path(pin.node, |_, _| {});
+        debug_assert_eq!(num_unheld, 0, "its held child holds it, or it is a root");
         blocks[..place.num_blocks].copy_from_slice(&resident);
         pin.node = target;
         pin.is_own_node = false;
@@ -174,10 +174,14 @@ impl PrefixIndex {
             return Ok(());
         }
         self.pool.index_blocks(blocks)?;
-        for (block, row) in blocks.iter().zip(tokens.chunks_exact(self.config.block_size as usize)) {
-            // SAFETY: `tree` is borrowed exclusively from its lock; the pool has just accepted the block as
-            // indexed, which it does once, so no tree has it.
-            unsafe { self.arena.write_row(block.id(), row) };
+        let (mut rest, mut rows) = (blocks, tokens);
+        while let Some(first) = rest.first() {
+            let run = run_length(rest);
+            let (written, others) = rows.split_at(run * self.config.block_size as usize);
+            // SAFETY: `tree` is borrowed exclusively from its lock; the pool has just accepted the blocks as
+            // indexed, which it does once, so no tree has them.
+            unsafe { self.arena.write_rows(first.id(), run, written) };
+            (rest, rows) = (&rest[run..], others);
         }
         if let Some(events) = &self.events {
             events.stored((pin.namespace, namespace), tree, pin.node, blocks, tokens);

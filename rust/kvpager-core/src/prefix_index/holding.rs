@@ -1,6 +1,7 @@
 //! Which nodes are held: counted in the nodes, without a lock of their own.
 //!
-//! A node counts its pins and its held children. Callers have the tree's lock, shared or exclusive, so the structure
+//! A node counts its pins and its held children; a root, which has no blocks to hold, its pins only: all matches of a
+//! namespace would write it. Callers have the tree's lock, shared or exclusive, so the structure
 //! stands still. Every further pin of a held node, and every release that leaves it held, is one exchange of its
 //! count. What makes a node held or lets it go is different:
 //!
@@ -20,7 +21,7 @@ use crate::sync::Ordering;
 // to order; here it is taken before a count leaves zero and given back after it got there.
 
 impl Tree {
-    /// Pins on the node, plus its held children.
+    /// Pins on the node, plus its held children; of a root its pins.
     pub(super) fn holds(&self, id: u32) -> u32 {
         self.node(id).holds.load(Ordering::Relaxed)
     }
@@ -53,11 +54,20 @@ impl Tree {
         let mut id = id;
         loop {
             let node = self.node(id);
-            if node.holds.fetch_add(1, Ordering::Relaxed) > 0 || node.parent == NO_NODE {
+            // A count of zero is changed under the order's lock only: no exchange is needed.
+            if node.holds.load(Ordering::Relaxed) > 0 {
+                node.holds.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+            node.holds.store(1, Ordering::Relaxed);
+            if node.parent == NO_NODE {
                 return;
             }
             became_held(id);
             id = node.parent;
+            if self.node(id).parent == NO_NODE {
+                return;
+            }
         }
     }
 
@@ -75,6 +85,9 @@ impl Tree {
             became_unheld(id, total);
             total += self.num_blocks(id);
             id = node.parent;
+            if self.node(id).parent == NO_NODE {
+                return total;
+            }
         }
     }
 
@@ -90,13 +103,8 @@ impl Tree {
         taken: u32,
         mut take: impl FnMut(u32) -> Result<()>,
     ) -> std::result::Result<u32, PartlyHeld> {
-        let (mut path, mut above, mut left) = (Path::default(), id, taken);
-        // A first pin needs a held ancestor to start from; one may be let go while we look.
-        while above != NO_NODE && !self.hold_again(above) {
-            path.push(above);
-            above = self.node(above).parent;
-        }
-        let mut pinned = above;
+        let (mut path, mut left) = (Path::default(), taken);
+        let mut pinned = self.hold_nearest(id, &mut path);
         while let Some(next) = path.pop() {
             let num_blocks = self.num_blocks(next);
             loop {
@@ -125,6 +133,26 @@ impl Tree {
             pinned = next;
         }
         Ok(left)
+    }
+
+    /// Pins the nearest node from `id` up that is held, which may be let go while we look, and notes those below it in
+    /// `path`. [`NO_NODE`] if there is none.
+    fn hold_nearest(&self, id: u32, path: &mut Path) -> u32 {
+        let mut above = id;
+        while !self.hold_again(above) {
+            path.push(above);
+            above = self.node(above).parent;
+            if above == NO_NODE || self.node(above).parent == NO_NODE {
+                return NO_NODE;
+            }
+        }
+        above
+    }
+
+    /// Whether anything is held. Of the structure only roots and their children are looked at.
+    pub(super) fn is_held(&self) -> bool {
+        let is_held = |id: u32| self.holds(id) > 0;
+        self.all_roots().any(|root| is_held(root) || self.children_of(root).any(is_held))
     }
 
     /// Marks what a release at `id` made unheld, `num_blocks` in all, as used lately.

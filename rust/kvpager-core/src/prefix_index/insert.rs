@@ -84,7 +84,9 @@ impl PrefixIndex {
         let inserted = self.allocate(account, new).and_then(|()| {
             let done = insert(tokens, new);
             let num_indexed = done.as_ref().map_or(0, |done| done.num_indexed);
-            self.pool.release(&new[num_indexed..])?;
+            if num_indexed < new.len() {
+                self.pool.release(&new[num_indexed..])?;
+            }
             done.map(|_| num_indexed)
         });
         blocks.truncate(start + inserted.as_ref().map_or(0, |num_indexed| num_matched + num_indexed));

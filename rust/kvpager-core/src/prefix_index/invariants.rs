@@ -3,7 +3,7 @@
 use super::PrefixIndex;
 use super::namespace::Namespace;
 use super::order::Order;
-use super::tree::Tree;
+use super::tree::{Tree, run_length};
 use crate::sync::Ordering;
 use std::collections::HashSet;
 
@@ -34,6 +34,9 @@ impl PrefixIndex {
             if node.blocks.is_empty() {
                 return Err(format!("node {id} is empty"));
             }
+            if node.is_run && run_length(&node.blocks) != node.blocks.len() {
+                return Err(format!("the blocks of node {id} are not consecutive"));
+            }
             if let Some(block) = node.blocks.iter().find(|block| !seen.insert(block.id().0)) {
                 return Err(format!("block {} is indexed twice", block.id()));
             }
@@ -54,7 +57,7 @@ impl PrefixIndex {
             if counts != [num_children[id as usize] as usize; 2] {
                 return Err(format!("node {id} counts its children wrongly"));
             }
-            if tree.holds(id) < held_children[id as usize] {
+            if !tree.is_root(id) && tree.holds(id) < held_children[id as usize] {
                 return Err(format!("node {id} has fewer holds than held children"));
             }
         }

@@ -168,16 +168,14 @@ impl PrefixIndex {
             0 => Ok(()),
             _ => self.pool.hold_cached(namespace.account, num_blocks),
         };
-        if self.config.eviction != EvictionPolicy::Clock {
-            let mut order = namespace.lock_order();
-            take(tree.unheld_blocks(node))?;
-            tree.hold_path(node, |id| order.leave(id));
-            return Ok(());
-        }
         let taken = tree.unheld_blocks(node);
         take(taken)?;
-        match tree.hold_from_above(node, taken, take) {
-            Ok(0) => Ok(()),
+        let held = if self.config.eviction == EvictionPolicy::Clock {
+            tree.hold_from_above(node, taken, take)
+        } else {
+            hold_in_order(namespace, tree, node, taken, take)
+        };
+        match held {
             Ok(left) => {
                 self.give_back(namespace, tree, node, left);
                 Ok(())
@@ -192,6 +190,9 @@ impl PrefixIndex {
 
     /// Gives the capacity of blocks that are no longer held back: those above `node`, as far as there are any.
     fn give_back(&self, namespace: &Namespace, tree: &Tree, node: u32, num_blocks: u32) {
+        if num_blocks == 0 {
+            return;
+        }
         match self.pool.unhold_cached(namespace.account, num_blocks) {
             Ok(None) => {}
             Ok(Some(epoch)) => tree.fence(node, num_blocks, epoch),
@@ -265,8 +266,10 @@ impl PrefixIndex {
             return;
         }
         self.give_back(namespace, &tree, pin.node, num_blocks);
-        // Relaxed: the tree's lock orders it with whoever clears it; of those who set it, one announces.
-        if !namespace.is_queued.swap(true, Ordering::Relaxed) {
+        // Relaxed: the tree's lock orders it with whoever clears it; of those who set it, one announces. The load spares
+        // most releases the exchange.
+        if !namespace.is_queued.load(Ordering::Relaxed) && !namespace.is_queued.swap(true, Ordering::Relaxed)
+        {
             self.evictor.announce(namespace.account, pin.namespace);
         }
         // Relaxed: changes under the tree's exclusive lock only.
@@ -282,6 +285,24 @@ impl PrefixIndex {
 pub(super) struct Held {
     node: u32,
     num_purges: u32,
+}
+
+/// [`Tree::hold_from_above`] for policies with lists, under the order's lock. The pool's counters are not touched under
+/// it, unless another release came between.
+fn hold_in_order(
+    namespace: &Namespace,
+    tree: &Tree,
+    node: u32,
+    taken: u32,
+    take: impl FnOnce(u32) -> Result<()>,
+) -> std::result::Result<u32, PartlyHeld> {
+    let mut order = namespace.lock_order();
+    let needed = tree.unheld_blocks(node);
+    if let Err(error) = take(needed.saturating_sub(taken)) {
+        return Err(PartlyHeld { node: None, left: taken, error });
+    }
+    tree.hold_path(node, |id| order.leave(id));
+    Ok(taken.saturating_sub(needed))
 }
 
 /// Where a walk starts.

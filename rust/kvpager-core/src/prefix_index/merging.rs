@@ -66,7 +66,8 @@ impl Tree {
         let node = self.node_mut(child);
         blocks.reserve_exact(node.blocks.len());
         blocks.append(&mut node.blocks);
-        (node.blocks, node.parent, node.hash) = (blocks, parent, hash);
+        node.set_blocks(blocks);
+        (node.parent, node.hash) = (parent, hash);
         node.fence.fetch_max(fence, Ordering::Relaxed);
         node.is_referenced.fetch_or(is_referenced, Ordering::Relaxed);
         self.link_child(child);

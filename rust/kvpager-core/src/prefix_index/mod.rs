@@ -59,6 +59,7 @@ use crate::ids::{AccountId, BlockHandle, NamespaceId};
 use crate::sync::{AtomicU64, Ordering};
 use attached::Attached;
 use child_hash::ChildHash;
+use crossbeam_utils::CachePadded;
 use events::Events;
 use evictor::{Evictor, Whose};
 use interning::Namespaces;
@@ -148,8 +149,9 @@ pub struct PrefixIndex {
     hash: ChildHash,
     namespaces: Namespaces,
     evictor: Evictor,
-    /// Counts releases. Only its order in one thread matters.
-    clock: AtomicU64,
+    /// Counts releases. Only its order in one thread matters. Apart from what matches only read; so is the count of
+    /// the index's owners, by the alignment.
+    clock: CachePadded<AtomicU64>,
     /// There under the `learned` policy.
     learned: Option<Learned>,
     /// Blocks of further layer groups, if there are any.
@@ -269,7 +271,7 @@ impl PrefixIndex {
         let is_learned = config.eviction == EvictionPolicy::Learned;
         let learned = is_learned.then(|| Learned::new(config.block_size as usize));
         let namespaces = Namespaces::new(config.eviction.num_lists());
-        let (evictor, clock) = (Evictor::new(), AtomicU64::new(1));
+        let (evictor, clock) = (Evictor::new(), CachePadded::new(AtomicU64::new(1)));
         Ok(Arc::new(Self {
             pool,
             config,

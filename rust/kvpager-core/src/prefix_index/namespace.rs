@@ -8,6 +8,7 @@ use super::scope::ShareScope;
 use super::tree::Tree;
 use crate::ids::AccountId;
 use crate::sync::{AtomicBool, AtomicU32, Ordering};
+use crossbeam_utils::CachePadded;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Who shares, and what must be equal.
@@ -50,8 +51,9 @@ pub(super) struct Namespace {
     /// Whether the evictor knows that there may be something unheld. Set under the tree's shared lock, cleared
     /// under the exclusive one.
     pub(super) is_queued: AtomicBool,
-    tree: RwLock<Tree>,
-    order: Mutex<Order>,
+    // The words of the locks are written by every match: apart from each other and from what is only read.
+    tree: RwLock<CachePadded<Tree>>,
+    order: CachePadded<Mutex<Order>>,
 }
 
 impl Namespace {
@@ -69,8 +71,8 @@ impl Namespace {
             names: RwLock::new(names),
             num_purges: AtomicU32::new(0),
             is_queued: AtomicBool::new(false),
-            tree: RwLock::new(Tree::new()),
-            order: Mutex::new(Order::new(num_lists)),
+            tree: RwLock::new(CachePadded::new(Tree::new())),
+            order: CachePadded::new(Mutex::new(Order::new(num_lists))),
         }
     }
 
@@ -94,11 +96,11 @@ impl Namespace {
 
     // A lock is poisoned only by a panic inside the index, which is a bug that has been reported there;
     // refusing every later call would only hide it.
-    pub(super) fn read_tree(&self) -> RwLockReadGuard<'_, Tree> {
+    pub(super) fn read_tree(&self) -> RwLockReadGuard<'_, CachePadded<Tree>> {
         self.tree.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn write_tree(&self) -> RwLockWriteGuard<'_, Tree> {
+    pub(super) fn write_tree(&self) -> RwLockWriteGuard<'_, CachePadded<Tree>> {
         self.tree.write().unwrap_or_else(PoisonError::into_inner)
     }
 

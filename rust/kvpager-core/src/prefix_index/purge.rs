@@ -45,7 +45,7 @@ impl PrefixIndex {
     ) -> std::result::Result<(), Names> {
         let mut tree = namespace.write_tree();
         let mut order = namespace.lock_order();
-        if tree.all_roots().any(|root| tree.holds(root) > 0) {
+        if tree.is_held() {
             return Err(names);
         }
         self.cut_off(id, namespace, &mut tree, &mut order);

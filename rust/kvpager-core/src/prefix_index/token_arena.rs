@@ -6,6 +6,7 @@
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use std::cell::UnsafeCell;
+use std::mem::MaybeUninit;
 
 /// `num_blocks` rows of `block_size` token ids.
 ///
@@ -14,9 +15,16 @@ use std::cell::UnsafeCell;
 /// lets it be indexed once, so two trees never have the same row; the block's way from one tree to another
 /// goes through the pool (evict, then allocate), whose release and acquire order the accesses.
 pub(super) struct TokenArena {
-    words: Box<[UnsafeCell<u32>]>,
+    lines: Box<[Line]>,
     block_size: usize,
 }
+
+/// Tokens in a cache line.
+const LINE: usize = 16;
+
+/// A cache line: a block of 16 tokens has one to itself.
+#[repr(C, align(64))]
+struct Line([UnsafeCell<u32>; LINE]);
 
 // SAFETY: rows are shared only under the discipline stated on the type: no row is written while another
 // thread may read it.
@@ -36,22 +44,25 @@ impl TokenArena {
     /// An arena of zeroed rows. Every page is written here, so that none is faulted in by an insertion.
     pub(super) fn new(num_blocks: u32, block_size: usize) -> Result<Self> {
         Self::check_memory(num_blocks, block_size)?;
-        let num_words = num_bytes(num_blocks, block_size) / size_of::<u32>();
-        let mut words = Vec::new();
-        words.try_reserve_exact(num_words).map_err(|_| too_many(num_blocks, block_size, "there is"))?;
-        // `vec![0; n]` would take lazily zeroed pages.
-        words.resize(num_words, std::hint::black_box(0u32));
-        let words = words.into_boxed_slice();
-        let raw = Box::into_raw(words) as *mut [UnsafeCell<u32>];
-        // SAFETY: `UnsafeCell<u32>` has the layout of `u32` (repr(transparent)), so the slice has the layout it
-        // was allocated with; the pointer comes from `Box::into_raw` and is not used again.
-        let words = unsafe { Box::from_raw(raw) };
-        Ok(Self { words, block_size })
+        let num_lines = num_bytes(num_blocks, block_size).div_ceil(size_of::<Line>());
+        let mut lines: Vec<Line> = Vec::new();
+        lines.try_reserve_exact(num_lines).map_err(|_| too_many(num_blocks, block_size, "there is"))?;
+        ask_for_huge_pages(lines.spare_capacity_mut());
+        // A zero that the compiler knew would make lazily zeroed pages of it.
+        let zero = std::hint::black_box(0);
+        lines.resize_with(num_lines, || Line(std::array::from_fn(|_| UnsafeCell::new(zero))));
+        Ok(Self { lines: lines.into_boxed_slice(), block_size })
     }
 
-    fn row_range(&self, block: BlockId) -> std::ops::Range<usize> {
-        let start = block.0 as usize * self.block_size;
-        start..start + self.block_size
+    #[inline]
+    fn words(&self) -> &[UnsafeCell<u32>] {
+        // SAFETY: a line is its words and nothing else, so lines side by side are words side by side.
+        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.lines.len() * LINE) }
+    }
+
+    fn range(&self, first: BlockId, num_blocks: usize) -> std::ops::Range<usize> {
+        let start = first.0 as usize * self.block_size;
+        start..start + num_blocks * self.block_size
     }
 
     /// The tokens of an indexed block.
@@ -61,7 +72,7 @@ impl TokenArena {
     /// it uses the slice.
     #[inline]
     pub(super) unsafe fn row(&self, block: BlockId) -> &[u32] {
-        let cells = &self.words[self.row_range(block)];
+        let cells = &self.words()[self.range(block, 1)];
         // SAFETY: the caller's lock keeps writers of this row out; the layout is that of `u32`.
         unsafe { std::slice::from_raw_parts(cells.as_ptr().cast::<u32>(), cells.len()) }
     }
@@ -72,25 +83,42 @@ impl TokenArena {
     /// As [`TokenArena::row`], for each of the blocks.
     #[inline]
     pub(super) unsafe fn rows(&self, first: BlockId, num_blocks: usize) -> &[u32] {
-        let start = first.0 as usize * self.block_size;
-        let cells = &self.words[start..start + num_blocks * self.block_size];
+        let cells = &self.words()[self.range(first, num_blocks)];
         // SAFETY: the caller's lock keeps writers of these rows out; the layout is that of `u32`.
         unsafe { std::slice::from_raw_parts(cells.as_ptr().cast::<u32>(), cells.len()) }
     }
 
-    /// Writes the tokens of a block that is being indexed.
+    /// Writes the tokens of blocks with consecutive ids that are being indexed.
     ///
     /// # Safety
-    /// The caller holds the exclusive lock of the tree into which it inserts `block`, the pool has accepted
-    /// the block as indexed, and no tree has it yet.
+    /// The caller holds the exclusive lock of the tree into which it inserts the blocks, the pool has accepted
+    /// them as indexed, and no tree has them yet.
     #[inline]
-    pub(super) unsafe fn write_row(&self, block: BlockId, tokens: &[u32]) {
-        let cells = &self.words[self.row_range(block)];
+    pub(super) unsafe fn write_rows(&self, first: BlockId, num_blocks: usize, tokens: &[u32]) {
+        let cells = &self.words()[self.range(first, num_blocks)];
         assert_eq!(cells.len(), tokens.len(), "a row is one block of tokens");
-        // SAFETY: in bounds (both have the same length); the block is in no tree, so nobody reads the row.
+        // SAFETY: in bounds (both have the same length); the blocks are in no tree, so nobody reads the rows.
         unsafe {
             std::ptr::copy_nonoverlapping(tokens.as_ptr(), UnsafeCell::raw_get(cells.as_ptr()), tokens.len());
         }
+    }
+}
+
+/// Asks the system for pages of 2 MiB: matches read rows all over the arena, and miss the translations of small pages
+/// oftener than the rows. A hint, which may do nothing.
+fn ask_for_huge_pages(lines: &mut [MaybeUninit<Line>]) {
+    const HUGE: usize = 2 << 20;
+    let range = lines.as_mut_ptr_range();
+    let start = (range.start as usize).next_multiple_of(HUGE);
+    let end = range.end as usize / HUGE * HUGE;
+    if start >= end {
+        return;
+    }
+    // SAFETY: the range lies within `lines`, which is borrowed exclusively, and the advice does not change what
+    // memory holds. A refusal leaves small pages.
+    #[cfg(target_os = "linux")]
+    unsafe {
+        libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_HUGEPAGE);
     }
 }
 
@@ -120,5 +148,29 @@ pub(super) fn same_tokens(a: &[u32], b: &[u32]) -> bool {
     match (<&[u32; 16]>::try_from(a), <&[u32; 16]>::try_from(b)) {
         (Ok(a), Ok(b)) => a.iter().zip(b).fold(0, |found, (x, y)| found | (x ^ y)) == 0,
         _ => a == b,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_rows_are_read_as_they_were_written_and_those_of_16_tokens_have_a_line_each() {
+        for block_size in [1usize, 3, 16, 17, 64] {
+            let arena = TokenArena::new(10, block_size).unwrap();
+            let tokens: Vec<u32> = (0..10 * block_size as u32).collect();
+            let (head, tail) = tokens.split_at(4 * block_size);
+            // SAFETY: nobody else has the arena.
+            unsafe {
+                arena.write_rows(BlockId(4), 6, tail);
+                arena.write_rows(BlockId(0), 4, head);
+                assert_eq!(arena.rows(BlockId(0), 10), tokens);
+                for (id, row) in tokens.chunks_exact(block_size).enumerate() {
+                    assert_eq!(arena.row(BlockId(id as u32)), row, "block {id} of {block_size} tokens");
+                }
+                assert!(block_size != 16 || arena.row(BlockId(7)).as_ptr().addr().is_multiple_of(64));
+            }
+        }
     }
 }

@@ -8,7 +8,8 @@ use crate::ids::BlockHandle;
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use hashbrown::HashTable;
 
-/// One compressed edge with the node at its end.
+/// One compressed edge with the node at its end. A cache line, so that a visit misses once.
+#[repr(align(64))]
 pub(super) struct Node {
     /// The edge's blocks, first to last. Empty for the root and for a vacant slot, never for another node.
     pub(super) blocks: Vec<BlockHandle>,
@@ -23,21 +24,28 @@ pub(super) struct Node {
     /// The sibling that was added before this one, and the one after.
     next: u32,
     previous: u32,
-    /// Pins on it, plus its held children. See [`super::holding`].
+    /// Pins on it, plus its held children unless it is a root. See [`super::holding`].
     pub(super) holds: AtomicU32,
     /// Whether it was used since the hand of `clock` last passed it.
     pub(super) is_referenced: AtomicBool,
     /// Whether the slot is among the tree's noted seams, whoever has it.
     pub(super) is_seam: bool,
+    /// Whether the blocks have consecutive ids, as those that were allocated together have: their rows are one piece of
+    /// memory then, and are compared as one without a look at each block.
+    pub(super) is_run: bool,
     /// Newest step that may still read what was released; 0 if none.
     pub(super) fence: AtomicU64,
 }
+
+#[cfg(not(any(loom, shuttle)))]
+const _: () = assert!(size_of::<Node>() == 64);
 
 impl Node {
     /// A node without children and pins.
     pub(super) fn new(blocks: Vec<BlockHandle>, parent: u32, hash: u32) -> Self {
         let (holds, is_referenced, fence) = (AtomicU32::new(0), AtomicBool::new(false), AtomicU64::new(0));
         let (first_child, next, previous) = (NO_NODE, NO_NODE, NO_NODE);
+        let is_run = is_run(&blocks);
         Self {
             blocks,
             parent,
@@ -49,8 +57,15 @@ impl Node {
             holds,
             is_referenced,
             is_seam: false,
+            is_run,
             fence,
         }
+    }
+
+    /// Replaces the blocks.
+    pub(super) fn set_blocks(&mut self, blocks: Vec<BlockHandle>) {
+        self.is_run = is_run(&blocks);
+        self.blocks = blocks;
     }
 }
 
@@ -128,7 +143,7 @@ impl Tree {
             + self.seams.memory_bytes()
     }
 
-    /// Follows `tokens` down from `start` for at most `max_blocks` whole blocks; matched blocks go to `out`.
+    /// Follows `tokens` down from `start` in whole blocks; matched blocks go to `out`.
     pub(super) fn walk(
         &self,
         at: &View<'_>,
@@ -136,40 +151,40 @@ impl Tree {
         tokens: &[u32],
         out: &mut Vec<BlockHandle>,
     ) -> Place {
+        self.descend(at, start, tokens, |blocks| out.extend_from_slice(blocks))
+    }
+
+    /// Blocks that a walk from `start` would match.
+    pub(super) fn count_matched(&self, at: &View<'_>, start: u32, tokens: &[u32]) -> usize {
+        self.descend(at, start, tokens, |_| {}).num_blocks
+    }
+
+    #[inline]
+    fn descend(
+        &self,
+        at: &View<'_>,
+        start: u32,
+        tokens: &[u32],
+        mut matched: impl FnMut(&[BlockHandle]),
+    ) -> Place {
         let mut place = Place { node: start, offset: 0, is_partial: false, num_blocks: 0 };
         place.offset = self.node(start).blocks.len();
         let mut rest = tokens;
         while rest.len() >= at.block_size {
             let Some(child) = self.find_child(at, place.node, &rest[..at.block_size]) else { break };
             let blocks = &self.node(child).blocks;
-            let matched = 1 + count_equal(at, &blocks[1..], &rest[at.block_size..]);
-            out.extend_from_slice(&blocks[..matched]);
+            let equal = 1 + count_equal(at, &blocks[1..], &rest[at.block_size..], self.node(child).is_run);
+            matched(&blocks[..equal]);
             place.node = child;
-            place.offset = matched;
-            place.num_blocks += matched;
-            if matched < blocks.len() {
+            place.offset = equal;
+            place.num_blocks += equal;
+            if equal < blocks.len() {
                 place.is_partial = true;
                 break;
             }
-            rest = &rest[matched * at.block_size..];
+            rest = &rest[equal * at.block_size..];
         }
         place
-    }
-
-    /// Blocks that a walk from `start` would match.
-    pub(super) fn count_matched(&self, at: &View<'_>, start: u32, tokens: &[u32]) -> usize {
-        let (mut node, mut rest, mut total) = (start, tokens, 0);
-        while rest.len() >= at.block_size {
-            let Some(child) = self.find_child(at, node, &rest[..at.block_size]) else { break };
-            let blocks = &self.node(child).blocks;
-            let matched = 1 + count_equal(at, &blocks[1..], &rest[at.block_size..]);
-            total += matched;
-            if matched < blocks.len() {
-                break;
-            }
-            (node, rest) = (child, &rest[matched * at.block_size..]);
-        }
-        total
     }
 
     fn find_child(&self, at: &View<'_>, parent: u32, block: &[u32]) -> Option<u32> {
@@ -189,8 +204,13 @@ impl Tree {
         let hash = at.hash.hash(parent, at.row(blocks[0]));
         let id = self.occupy(Node::new(blocks, parent, hash));
         self.link_child(id);
-        // Relaxed: under the exclusive lock. The parent loses the pin and gains a held child: its count stays.
+        // Relaxed: under the exclusive lock. The parent loses the pin and gains a held child: its count stays, unless it
+        // is a root.
         self.node(id).holds.store(1, Ordering::Relaxed);
+        let above = self.node(parent);
+        if above.parent == NO_NODE {
+            above.holds.fetch_sub(1, Ordering::Relaxed);
+        }
         self.enter(id);
         id
     }
@@ -198,7 +218,10 @@ impl Tree {
     /// Lengthens a leaf in place.
     pub(super) fn append(&mut self, id: u32, blocks: &[BlockHandle]) {
         debug_assert!(self.is_live(id) && self.node(id).num_children == 0);
-        self.nodes[id as usize].blocks.extend_from_slice(blocks);
+        let node = &mut self.nodes[id as usize];
+        let follows = |last: &BlockHandle| blocks[0].id().0 == last.id().0.wrapping_add(1);
+        node.is_run = node.is_run && node.blocks.last().is_some_and(follows) && is_run(blocks);
+        node.blocks.extend_from_slice(blocks);
     }
 
     /// Cuts a node after `offset` blocks: a new node takes the head, `id` keeps the tail, its children and its
@@ -209,7 +232,8 @@ impl Tree {
         let node = &mut self.nodes[id as usize];
         debug_assert!(0 < offset && offset < node.blocks.len());
         let tail = node.blocks.split_off(offset);
-        let mut head_blocks = std::mem::replace(&mut node.blocks, tail);
+        let mut head_blocks = std::mem::take(&mut node.blocks);
+        node.set_blocks(tail);
         head_blocks.shrink_to_fit();
         let (parent, hash) = (node.parent, node.hash);
         let head = Node::new(head_blocks, parent, hash);
@@ -354,15 +378,12 @@ impl<'a> View<'a> {
 }
 
 /// How many leading blocks have the tokens that follow.
-///
-/// Blocks that were allocated together have consecutive ids, so their rows are one piece of memory and are
-/// compared as one.
 #[inline]
-fn count_equal(at: &View<'_>, blocks: &[BlockHandle], tokens: &[u32]) -> usize {
+fn count_equal(at: &View<'_>, blocks: &[BlockHandle], tokens: &[u32], is_run: bool) -> usize {
     let limit = blocks.len().min(tokens.len() / at.block_size);
     let mut count = 0;
     while count < limit {
-        let run = run_length(&blocks[count..limit]);
+        let run = if is_run { limit - count } else { run_length(&blocks[count..limit]) };
         let expected = &tokens[count * at.block_size..][..run * at.block_size];
         if run >= MIN_RUN && at.rows(blocks[count], run) == expected {
             count += run;
@@ -382,8 +403,12 @@ const MIN_RUN: usize = 4;
 
 /// How many leading blocks have consecutive ids.
 #[inline]
-fn run_length(blocks: &[BlockHandle]) -> usize {
+pub(super) fn run_length(blocks: &[BlockHandle]) -> usize {
     1 + blocks.windows(2).take_while(|pair| pair[1].id().0 == pair[0].id().0.wrapping_add(1)).count()
+}
+
+fn is_run(blocks: &[BlockHandle]) -> bool {
+    run_length(blocks) >= blocks.len()
 }
 
 /// [`count_equal`] row by row.
