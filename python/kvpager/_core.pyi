@@ -996,6 +996,53 @@ class Session:
         """Whether it takes turns: it has not been closed."""
 
 @final
+class Retention:
+    """What of a request stays held after its end, for how long, and what goes first when room is needed.
+
+    Kept blocks are their tenant's, within `max_kept_blocks`, each counted once; equal prefixes are kept once,
+    with the higher priority and the later end. They become cached when the time has passed, and before a
+    running request is preempted or any request is refused for memory: first those of the tenant that is
+    short, then of the tenant that is most above its guarantee. What was not retained goes before all of them.
+
+    Args:
+        seconds: how long from the request's end on, on the clock of `step`; let go in the first step after.
+        steps: the same in steps. Whichever comes first counts; without both, until somebody needs the room.
+        num_tokens: leading tokens that are kept at least: whole blocks, as far as they were computed; None
+            for all. Only blocks of the tenant itself: those of its group and public scope are not kept.
+        priority: higher stays longer; of one priority, what was kept first goes first.
+
+    Raises:
+        InvalidArgumentError: for 0 tokens or steps, or seconds that are not above 0 and finite.
+
+    Example:
+        >>> Retention(seconds=300.0, num_tokens=1000)
+        Retention(seconds=300.0, steps=None, num_tokens=1000, priority=0)
+    """
+
+    def __new__(
+        cls,
+        *,
+        seconds: float | None = None,
+        steps: int | None = None,
+        num_tokens: int | None = None,
+        priority: int = 0,
+    ) -> Self: ...
+    @property
+    def seconds(self) -> float | None:
+        """How long it is kept."""
+    @property
+    def steps(self) -> int | None:
+        """How long it is kept, in steps."""
+    @property
+    def num_tokens(self) -> int | None:
+        """Leading tokens that are kept at least; None for all."""
+    @property
+    def priority(self) -> int:
+        """Higher stays longer."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
 class Tenant:
     """A tenant of one scheduler: the handle that requests are submitted with."""
 
@@ -1017,6 +1064,9 @@ class Tenant:
     @property
     def max_waiting(self) -> int | None:
         """Requests of it that may wait at once, if it has a bound of its own."""
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks of it that are kept for sessions and retentions; at most `max_kept_blocks`."""
     @property
     def max_running(self) -> int | None:
         """Running places of its own, if it is `strict`."""
@@ -1142,6 +1192,12 @@ class SchedulerStats:
     @property
     def num_sessions_kept(self) -> int:
         """Sessions that keep blocks between turns."""
+    @property
+    def num_retained(self) -> int:
+        """Prefixes that are kept by the retention of a request."""
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks, among the held, that sessions and retentions keep."""
 
 @final
 class PhaseTimes:
@@ -1367,7 +1423,7 @@ class Scheduler:
         public: Tenant | None = None,
         max_running: int | None = None,
         max_batch_tokens: int | None = None,
-        max_session_blocks: int | None = None,
+        max_kept_blocks: int | None = None,
     ) -> Tenant:
         """Adds a tenant with its quota in blocks and a namespace in the index.
 
@@ -1401,7 +1457,8 @@ class Scheduler:
             max_waiting_tokens: prompt tokens of it that may wait at once; None as for `max_waiting`.
             max_running: `strict` only: sequences of it that run at once; None for the same part.
             max_batch_tokens: `strict` only: tokens of it in a step; None for the same part.
-            max_session_blocks: most blocks that its idle sessions keep; None for its limit.
+            max_kept_blocks: most blocks of it that are kept after their requests' ends, by sessions and
+                retentions together, each counted once; None for its limit, 0 for none.
 
         Raises:
             InvalidArgumentError: for a taken name, a bad weight, a quota that the pool cannot give, scopes
@@ -1425,6 +1482,7 @@ class Scheduler:
         items: Sequence[tuple[int, bytes]] | None = None,
         n: int = 1,
         session: Session | None = None,
+        retention: Retention | None = None,
     ) -> int:
         """Accepts a request and returns its id; it runs in a later step. From any thread.
 
@@ -1444,6 +1502,9 @@ class Scheduler:
                 computed once; the step that ends it lists its last row n times in `sample_rows`, and `commit`
                 brings n tokens for it. What all need is promised at admission, or nothing.
             session: the session that it is a turn of: with one sequence, and with reuse.
+            retention: what of it stays held after its end, however it ends, of each of its `n` samples and of
+                its forks; None for nothing. Needs an index and reuse; not for a turn of a session, and not
+                for a tenant of public scope, whose prefixes stay anyway.
             salt: 1 to 256 bytes of the client that narrow reuse to this tenant's requests with the same ones
                 (and to public prefixes). It can never widen it.
             items: (offset, digest) of each image, embedding or the like inside the prompt, in order of
@@ -1546,19 +1607,25 @@ class Scheduler:
     def draft_counts(self) -> tuple[list[int], list[int]]:
         """Drafts (verified, accepted) so far, by their place after the last known token."""
     def open_session(
-        self, tenant: Tenant, *, idle_steps: int | None = None, idle_seconds: float | None = None
+        self,
+        tenant: Tenant,
+        *,
+        idle_steps: int | None = None,
+        idle_seconds: float | None = None,
+        priority: int = 0,
     ) -> Session:
         """Opens a session: turns (`submit(session=...)`) leave their full blocks in place for the next one.
 
-        They are held between turns, and charged to the tenant, until a limit has passed without a turn,
-        the tenant's `max_session_blocks` is exceeded, or a request needs room: then the session that has
-        been idle longest lets go, before a running request is preempted or one is refused for memory. What
-        it lets go is cached. From any thread.
+        They are kept between turns, and charged to the tenant, until a limit has passed without a turn,
+        the tenant's `max_kept_blocks` is exceeded, or a request needs room: then the lowest priority lets go
+        first, and of those the session that has been idle longest, before a running request is preempted or
+        one is refused for memory. What it lets go is cached. From any thread.
 
         Args:
             tenant: whose it is, of private scope.
             idle_steps: steps without a turn after which its blocks become cached; None for no limit.
             idle_seconds: the same in seconds, on the clock of `step`.
+            priority: higher stays longer, see `Retention`.
 
         Raises:
             InvalidArgumentError: a limit of 0, a tenant of another scheduler or of a shared scope, or a

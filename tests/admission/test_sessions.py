@@ -72,7 +72,7 @@ def test_what_a_session_cannot_be_opened_for_is_refused() -> None:
 
 def test_the_bound_of_a_tenants_sessions_and_the_urgent_option() -> None:
     pool, scheduler = make(policy="watermark", urgent_preempts=True)
-    tenant = scheduler.add_tenant("alice", max_session_blocks=4)
+    tenant = scheduler.add_tenant("alice", max_kept_blocks=4)
     for first in (0, 100):
         session = scheduler.open_session(tenant)
         scheduler.submit(tenant, range(first, first + 12), max_tokens=2, session=session)

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpager import BlockPool, PrefixIndex, Scheduler, Session, errors
+from kvpager import BlockPool, PrefixIndex, Retention, Scheduler, Session, errors
 
 from .engine import Engine, token_after
 
@@ -71,6 +71,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         stop=st.booleans(),
         turn=st.one_of(st.none(), PICK),
+        retention=st.one_of(
+            st.none(),
+            st.builds(
+                Retention,
+                steps=st.one_of(st.none(), st.integers(1, 20)),
+                num_tokens=st.one_of(st.none(), st.integers(1, 12)),
+                priority=st.integers(-1, 1),
+            ),
+        ),
     )
     def submit(
         self,
@@ -82,6 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         stop: bool,
         turn: int | None,
+        retention: Retention | None,
     ) -> None:
         prompt = [family * 7 + i % 3 for i in range(length)]
         session = None
@@ -95,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_tokens=max_tokens,
                 n=n,
                 session=session,
+                retention=retention if self.index is not None and session is None else None,
                 priority=priority,
                 stop_token_ids=[3] if stop else [],
             )
@@ -200,6 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.resume(request)
         for session in self.sessions:
             self.scheduler.close_session(session)
+        self.scheduler.drain()  # what is retained goes
         self.engine.turn()
         for _ in range(2000):
             if not self.scheduler.has_work():

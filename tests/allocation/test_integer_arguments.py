@@ -15,7 +15,11 @@ from kvpager import BlockPool, Magazine, PrefixIndex, Scheduler, ShareScope, err
 
 CONFIG = '{"n_layer": 12, "n_head": 12, "n_embd": 768}'
 BAD = (-1, -(2**70), 2**70, True, 1.5, "7", object(), np.float32(1))
-SIGNED = {("Scheduler", "submit", "priority")}
+SIGNED = {
+    ("Scheduler", "submit", "priority"),
+    ("Scheduler", "open_session", "priority"),
+    ("Retention", "__new__", "priority"),
+}
 """Arguments that may be negative."""
 
 
@@ -78,6 +82,7 @@ class Calls:
             ("Scheduler", "add_tenant"): (scheduler.add_tenant, {"name": "b"}),
             ("Scheduler", "submit"): (scheduler.submit, {"tenant": self.tenant, "prompt_ids": [1]}),
             ("Scheduler", "open_session"): (scheduler.open_session, {"tenant": self.tenant}),
+            ("Retention", "__new__"): (core.Retention, {}),
             ("Scheduler", "fork"): (scheduler.fork, {"request_id": 0, "count": 1}),
             ("Scheduler", "commit"): (scheduler.commit, {"step_id": 0, "token_start": [0], "tokens": []}),
             ("Scheduler", "abandon"): (scheduler.abandon, {"step_id": 0, "reason": ""}),

@@ -20,6 +20,13 @@ PROMISES = {
         r"blocks of bob at most: (\d|1[012]) \(limit 12\)",
     ],
     "policies": [r"reserve +\d+ +\d+ +0 +0", r"watermark +\d+ +\d+ +[1-9]", r"forecast +\d+ +\d+ +\d+ +\d+"],
+    "retention": [
+        "a request that ended: 4 blocks kept, 0 preemptions",
+        "between its turns: 8 blocks kept",
+        "its next turn finds 64 tokens",
+        "after a large request: 4 blocks kept, 0 preemptions",
+        "0 blocks held at the end",
+    ],
     "branches": [
         r"one request holds (\d+) blocks, with its three branches \1\n",
         "4 of 4 branches are right, 4 differ",

@@ -12,7 +12,9 @@ import httpx
 import pytest
 from http_server import ALICE, BOB, OPERATOR, Running, running_server, two_tenants
 
-from kvpager.errors import InvalidArgumentError
+from kvpager import Retention
+from kvpager.engine import Engine, EngineConfig, GenerationParams, NullRunner
+from kvpager.errors import InvalidArgumentError, RefusedError
 from kvpager.server import hash_key, new_key, read_tenants
 
 CHAT = "/v1/chat/completions"
@@ -336,6 +338,27 @@ def test_tenants_file_maps_keys_to_quotas_and_holds_no_key(tmp_path: Path) -> No
     assert (alice.guaranteed, alice.limit, alice.weight, alice.max_requests) == (4, 100, 2.0, 3)
 
 
+def test_options_of_a_tenants_file_reach_the_scheduler(tmp_path: Path) -> None:
+    strict = 'isolation = "strict"\nmax_running = 3\nmax_batch_tokens = 40\nmax_waiting_tokens = 90\n'
+    kept = "max_kept_blocks = 8\nretention = {{ seconds = 60, num_tokens = 32, priority = -1 }}\n"
+    table = read_tenants(write(tmp_path, FILE.replace("guaranteed = 4", "guaranteed = 100") + strict + kept))
+    alice = table.tenants["alice"]
+    assert alice.retained(GenerationParams()).retention == Retention(seconds=60.0, num_tokens=32, priority=-1)
+    assert table.tenants["anonymous"].retained(GenerationParams()).retention is None
+    engine = Engine(NullRunner(), EngineConfig(num_blocks=200))
+    table.add_to(engine)
+    handle = engine._registry.tenant("alice")
+    assert (handle.isolation, handle.max_running) == ("strict", 3)
+    with pytest.raises(RefusedError, match="the prompt has 100 tokens; at most 90"):
+        engine.submit([1] * 100, tenant="alice")
+    engine.submit([1] * 40, alice.retained(GenerationParams(max_tokens=1)), tenant="alice")
+    engine.step()
+    assert engine.snapshot().scheduler.num_kept_blocks == 2
+    scoped = read_tenants(write(tmp_path, FILE + "max_running = 3"))
+    with pytest.raises(InvalidArgumentError, match="are shares of a strict tenant"):
+        scoped.add_to(Engine(NullRunner(), EngineConfig(num_blocks=200)))
+
+
 BAD_FILES = {
     "unknown field": ("[tenants.a]\nkey_hash = []", "unknown field `key_hash` - at `$.tenants[...]`"),
     "key instead of its hash": ('[tenants.a]\nkey_hashes = ["secret"]', "matching regex"),
@@ -362,6 +385,14 @@ BAD_FILES = {
         "'a' names two things",
     ),
     "level": ('[tenants.a]\nkey_hashes=["{alice}"]\nisolation = "secret"', "isolation"),
+    "retention of nothing": (
+        '[tenants.a]\nkey_hashes=["{alice}"]\nretention = {{ num_tokens = 0 }}',
+        ">= 1",
+    ),
+    "unknown retention": (
+        '[tenants.a]\nkey_hashes=["{alice}"]\nretention = {{ steps = 3 }}',
+        "unknown field `steps`",
+    ),
     "no toml": ("[tenants", "is no TOML file"),
 }
 

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvpager.engine import NullRunner
 from kvpager.replay.report import find_browser
 from kvpager.server import app
-from kvpager.server.tenants import TenantSpec, TenantTable, hash_key
+from kvpager.server.tenants import RetentionSpec, TenantSpec, TenantTable, hash_key
 
 STATES = ("held", "cached", "free", "reserved", "quarantined")
 BODY = {"model": "null", "prompt": "p" * 50, "max_tokens": 4}
@@ -180,6 +180,18 @@ def test_spans_carry_tokens_and_waits() -> None:
 # --- the live page ------------------------------------------------------------------------------------------
 
 
+def test_what_an_operator_retains_of_a_tenant_is_kept_and_no_client_can_ask_for_it() -> None:
+    table = two_tenants(retention=RetentionSpec(num_tokens=16), max_kept_blocks=1)
+    with running_server(table=table) as server:
+        none: frozenset[tuple[str, str]] = frozenset()
+        for key, kept in ((BOB, 0), (ALICE, 1)):
+            asked = {**BODY, "retention": {"seconds": 60}, "reuse": False}
+            assert server.post("/v1/completions", asked, key=key).status_code == 200
+            found = samples(httpx.get(server.operator_url + "/metrics").text)
+            assert found["kv_blocks_kept", none] == kept
+            assert found["kv_blocks", frozenset({("state", "held")})] == kept
+
+
 def browser(*arguments: str, profile: Path) -> subprocess.CompletedProcess[str]:
     found = find_browser()
     if found is None:
@@ -327,6 +339,10 @@ def wait_for(url: str) -> None:
         (
             ["--model", "null", "--port", "0", "--open-steps", "2", "--host-blocks", "9"],
             "max_open_steps is 2",
+        ),
+        (
+            ["--model", "null", "--port", "0", "--urgent-preempts"],
+            "urgent_preempts is true and the policy reserve",
         ),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1 port 8000"),
         (["--model", "null", "--port", "0", "--max-body", "much"], "--max-body is 'much'"),

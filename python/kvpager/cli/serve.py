@@ -38,6 +38,7 @@ class _Options:
     max_running: int
     max_waiting: int
     policy: Literal["reserve", "watermark", "forecast"]
+    urgent_preempts: bool
     eviction: Literal["lru", "learned", "clock"]
     default_max_tokens: int
     max_body: str
@@ -78,6 +79,10 @@ def _serve(
     max_running: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 1024,
     policy: Annotated[str, typer.Option(help="reserve, watermark or forecast.")] = "reserve",
+    urgent_preempts: Annotated[
+        bool,
+        typer.Option("--urgent-preempts", help="Urgent requests preempt lower classes; not with reserve."),
+    ] = False,
     eviction: Annotated[str, typer.Option(help="lru, learned or clock.")] = "lru",
     default_max_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of a chat answer that names no maximum.")
@@ -114,6 +119,7 @@ def _serve(
         max_running=max_running,
         max_waiting=max_waiting,
         policy=policy,  # type: ignore[arg-type]
+        urgent_preempts=urgent_preempts,
         eviction=eviction,  # type: ignore[arg-type]
         default_max_tokens=default_max_tokens,
         max_body=max_body,
@@ -212,6 +218,7 @@ def _engine(options: _Options, table: TenantTable) -> tuple[Engine, ServerSettin
         max_running=options.max_running,
         max_waiting=options.max_waiting,
         policy=options.policy,
+        urgent_preempts=options.urgent_preempts,
         eviction=options.eviction,
         overflow=options.overflow,
         host_blocks=options.host_blocks,

@@ -20,6 +20,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvpager._core import Session
 from kvpager.engine.config import GenerationParams
 from kvpager.engine.counters import EngineSnapshot
 from kvpager.engine.engine import DEFAULT_TENANT, Engine
@@ -84,6 +85,7 @@ class AsyncEngine:
         params: GenerationParams | None = None,
         *,
         tenant: str = DEFAULT_TENANT,
+        session: Session | None = None,
     ) -> GenerationStream:
         """Submits a prompt. From any running event loop, which then consumes the stream.
 
@@ -91,6 +93,7 @@ class AsyncEngine:
             prompt: text, or [n] token ids.
             params: what is wanted; greedy, 64 tokens, by default.
             tenant: who owns it and is charged for it.
+            session: the session that it is a turn of, which names the tenant by itself.
 
         Returns:
             An asynchronous iterator of outputs. Cancelling its consumer, closing or dropping it ends the
@@ -102,8 +105,27 @@ class AsyncEngine:
             RuntimeError: there is no running event loop.
         """
         stream = GenerationStream(self, asyncio.get_running_loop())
-        stream.start(self._engine.submit(prompt, params, tenant=tenant, listener=stream.listener))
+        stream.start(
+            self._engine.submit(prompt, params, tenant=tenant, session=session, listener=stream.listener)
+        )
         return stream
+
+    def open_session(
+        self,
+        tenant: str = DEFAULT_TENANT,
+        *,
+        idle_seconds: float | None = None,
+        idle_steps: int | None = None,
+        priority: int = 0,
+    ) -> Session:
+        """Opens a session whose turns keep their blocks; see `Engine.open_session`. From any thread."""
+        return self._engine.open_session(
+            tenant, idle_seconds=idle_seconds, idle_steps=idle_steps, priority=priority
+        )
+
+    def close_session(self, session: Session) -> bool:
+        """Closes a session; False if it was closed before. From any thread."""
+        return self._engine.close_session(session)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Accepts nothing more, and waits until everything in flight has ended.

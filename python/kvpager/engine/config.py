@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvpager._core import Retention
 from kvpager.engine.sampling import SamplingParams
 from kvpager.errors import InvalidArgumentError
 
@@ -28,6 +29,8 @@ class EngineConfig:
         max_model_tokens: longest sequence; None for the runner's.
         reuse: whether there is a prefix index.
         policy: what must be promised before a request runs, see `Scheduler`.
+        urgent_preempts: whether a waiting request may preempt running ones of its tenant that were submitted
+            with a lower class; not with the policy `reserve`.
         eviction: which cached block goes first, see `PrefixIndex`.
         overflow: what happens when running sequences have outgrown the pool, see `Scheduler`.
         host_blocks: blocks of the host tier, whose memory the runner makes; 0 for none.
@@ -50,6 +53,7 @@ class EngineConfig:
     max_model_tokens: int | None = None
     reuse: bool = True
     policy: Literal["reserve", "watermark", "forecast"] = "reserve"
+    urgent_preempts: bool = False
     eviction: Literal["lru", "learned", "clock"] = "lru"
     overflow: Literal["auto", "recompute", "swap", "refuse"] = "auto"
     host_blocks: int = 0
@@ -89,6 +93,8 @@ class GenerationParams:
         reuse: whether it looks prefixes up and leaves its own in the index.
         salt: 1 to 256 bytes that narrow reuse to this tenant's requests with the same ones, and to public
             prefixes; None for no narrowing.
+        retention: what of it stays held after its end, of each sample and beam; None for nothing. Needs
+            `reuse`, and an engine with it; not for a turn of a session.
         sampling: how tokens are chosen; greedy by default.
 
     Raises:
@@ -109,6 +115,7 @@ class GenerationParams:
     deadline: float | None = None
     reuse: bool = True
     salt: bytes | None = None
+    retention: Retention | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
@@ -127,6 +134,8 @@ class GenerationParams:
             problems.append(("logprobs", text))
         if self.deadline is not None and not 0.0 < self.deadline < float("inf"):
             problems.append(("deadline", f"deadline is {self.deadline}, above 0 seconds is needed"))
+        if self.retention is not None and not self.reuse:
+            problems.append(("retention", "retention needs reuse, which is False"))
         if self.beam_width is not None:
             problems += [("beam_width", text) for text in self._beam_problems(self.beam_width)]
         if problems:

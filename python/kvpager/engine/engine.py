@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvpager._core import BlockPool, Fingerprint, PrefixIndex, Scheduler
+from kvpager._core import BlockPool, Fingerprint, PrefixIndex, Scheduler, Session
 from kvpager.engine.config import EngineConfig, GenerationParams
 from kvpager.engine.counters import EngineSnapshot, TenantCounters
 from kvpager.engine.delivery import Delivery
@@ -90,6 +90,7 @@ class Engine:
             layer_groups=getattr(runner, "layer_groups", None),
             max_prefill_chunk=config.max_prefill_chunk,
             policy=config.policy,
+            urgent_preempts=config.urgent_preempts,
             overflow=config.overflow,
             host_blocks=config.host_blocks,
             max_open_steps=config.max_open_steps,
@@ -115,6 +116,10 @@ class Engine:
         limit: int | None = None,
         weight: float = 1.0,
         max_waiting: int | None = None,
+        max_waiting_tokens: int | None = None,
+        max_running: int | None = None,
+        max_batch_tokens: int | None = None,
+        max_kept_blocks: int | None = None,
         isolation: Literal["open", "scoped", "strict"] = "scoped",
         scope: Literal["private", "group", "public"] = "private",
         group: str | None = None,
@@ -128,6 +133,12 @@ class Engine:
             limit: most blocks that it may have; None for the pool's.
             weight: share of service among tenants that wait.
             max_waiting: requests of it that may wait at once; None for no bound of its own.
+            max_waiting_tokens: prompt tokens of it that may wait at once; None for no bound of its own.
+            max_running: `strict` only: sequences of it that run at once; None for the part of the engine's
+                that its blocks are of the pool.
+            max_batch_tokens: `strict` only: tokens of it in a step; None for the same part.
+            max_kept_blocks: most blocks of it that sessions and retentions keep after a request's end; None
+                for its limit.
             isolation: what it may observe of others.
             scope: who may see what its requests leave in the index.
             group: name of a tenant of group scope whose prefixes it may use.
@@ -143,11 +154,53 @@ class Engine:
             limit=limit,
             weight=weight,
             max_waiting=max_waiting,
+            max_waiting_tokens=max_waiting_tokens,
+            max_running=max_running,
+            max_batch_tokens=max_batch_tokens,
+            max_kept_blocks=max_kept_blocks,
             isolation=isolation,
             scope=scope,
             group=group,
             public=public,
         )
+
+    def open_session(
+        self,
+        tenant: str = DEFAULT_TENANT,
+        *,
+        idle_seconds: float | None = None,
+        idle_steps: int | None = None,
+        priority: int = 0,
+    ) -> Session:
+        """Opens a session: its turns (`submit(session=...)`) leave their blocks in place for the next one.
+
+        They are kept until a limit has passed without a turn or a request needs the room, within the tenant's
+        `max_kept_blocks`; see `Scheduler.open_session`. From any thread.
+
+        Args:
+            tenant: whose it is: a name given to `add_tenant`, of private scope.
+            idle_seconds: seconds without a turn after which its blocks become cached; None for no limit.
+            idle_steps: the same in steps.
+            priority: higher stays longer, see `Retention`.
+
+        Raises:
+            InvalidArgumentError: an unknown tenant or one of a shared scope, a limit that is none, or an
+                engine without reuse.
+            WrongStateError: the engine is draining, has stopped, has failed, or is of another process.
+        """
+        self._registry.check_open()
+        return self.scheduler.open_session(
+            self._registry.tenant(tenant), idle_seconds=idle_seconds, idle_steps=idle_steps, priority=priority
+        )
+
+    def close_session(self, session: Session) -> bool:
+        """Closes a session; its blocks become cached in the next step. False if it was closed before.
+
+        A turn that runs goes on. From any thread.
+        """
+        was_open = self.scheduler.close_session(session)
+        self.on_input()
+        return was_open
 
     @property
     def tenants(self) -> tuple[str, ...]:
@@ -179,6 +232,7 @@ class Engine:
         params: GenerationParams | None = None,
         *,
         tenant: str = DEFAULT_TENANT,
+        session: Session | None = None,
         listener: Listener | None = None,
     ) -> list[Generation]:
         """Accepts a request; it runs in later steps. From any thread.
@@ -187,21 +241,23 @@ class Engine:
             prompt: text, or [n] token ids.
             params: what is wanted; greedy, 64 tokens, by default.
             tenant: a name given to `add_tenant`. Without any tenant, `default` is added by the first request.
+            session: the session that it is a turn of, which names the tenant by itself; then one sample, and
+                no beams.
             listener: told of new tokens and of the end.
 
         Returns:
             One generation for each of `params.n`; of a beam search, its answers from the best on.
 
         Raises:
-            InvalidArgumentError: an unknown tenant, an empty prompt, ids outside the vocabulary, a text
-                without a tokenizer, logprobs that the runner cannot give, beams without logits or under
-                another policy than `reserve`.
+            InvalidArgumentError: an unknown tenant, a session that is closed or of another one, an empty
+                prompt, ids outside the vocabulary, a text without a tokenizer, logprobs that the runner
+                cannot give, beams without logits or under another policy than `reserve`.
             RefusedError: it can never fit the pool, the tenant's limit, the queue or the model's positions;
                 or too many wait (`retryable`). Nothing was accepted.
             WrongStateError: the engine is draining, has stopped, has failed, or is of another process.
         """
         try:
-            return self._registry.submit(prompt, params or GenerationParams(), tenant, listener)
+            return self._registry.submit(prompt, params or GenerationParams(), tenant, session, listener)
         finally:
             self.on_input()
 
@@ -314,6 +370,7 @@ class Engine:
         params: GenerationParams | None = None,
         *,
         tenant: str = DEFAULT_TENANT,
+        session: Session | None = None,
     ) -> Iterator[GenerationOutput]:
         """Submits a prompt and steps until it has ended; other requests move along.
 
@@ -321,6 +378,7 @@ class Engine:
             prompt: text, or [n] token ids.
             params: what is wanted.
             tenant: a name given to `add_tenant`.
+            session: the session that it is a turn of.
 
         Yields:
             New tokens and text as they come; the last output of each sample has its finish reason. Closing
@@ -330,7 +388,7 @@ class Engine:
             GenerationError: the request failed.
             Exception: as for `submit`.
         """
-        generations = self.submit(prompt, params, tenant=tenant)
+        generations = self.submit(prompt, params, tenant=tenant, session=session)
         readers = [OutputReader(self, generation) for generation in generations]
         try:
             while not all(reader.has_ended for reader in readers):
@@ -344,7 +402,7 @@ class Engine:
                 reader.close()
 
     def close(self) -> None:
-        """Ends every request and gives its blocks back. Idempotent; in the engine's thread."""
+        """Ends every request and gives all blocks back, kept ones too. Idempotent; in the engine's thread."""
         if self.state in ("running", "draining"):
             self._registry.leave("stopped")
         self._end_all()
@@ -422,6 +480,7 @@ class Engine:
 
     def _end_all(self) -> None:
         self._give_up("the engine ended")
+        self.scheduler.drain()  # what is kept goes
         for generation in list(self._registry.live.values()):
             self.abort(generation)
         while self.has_work():

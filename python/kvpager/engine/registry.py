@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpager._core import Fingerprint, FinishedRequest, Scheduler, Tenant
+from kvpager._core import Fingerprint, FinishedRequest, Scheduler, Session, Tenant
 from kvpager.engine.beams import BeamSearch
 from kvpager.engine.config import EngineConfig, GenerationParams
 from kvpager.engine.counters import TenantCounters
@@ -97,11 +97,14 @@ class Registry:
         prompt: str | Sequence[int] | npt.NDArray[np.integer[Any]],
         params: GenerationParams,
         tenant: str,
+        session: Session | None,
         listener: Listener | None,
     ) -> list[Generation]:
         """Accepts all samples of a request or none; see `Engine.submit`."""
         self.check_open()
-        self._check_params(params)
+        self._check_params(params, session)
+        if session is not None and tenant == DEFAULT_TENANT:
+            tenant = session.tenant.name
         handle = self.tenant(tenant)
         self._check_queue(handle, params)
         ids = self._prompt_ids(prompt)
@@ -110,9 +113,11 @@ class Registry:
         try:
             if params.beam_width is not None:
                 search = BeamSearch(params, end_ids)
-                return self._accept(handle, ids, params, listener, search=search)[: params.n]
+                return self._accept(handle, ids, params, session, listener, search=search)[: params.n]
             for index in range(params.n):
-                generations += self._accept(handle, ids, params, listener, index=index, end_ids=end_ids)
+                generations += self._accept(
+                    handle, ids, params, session, listener, index=index, end_ids=end_ids
+                )
         except BaseException as error:
             if isinstance(error, RefusedError):
                 self.note_refused(tenant)
@@ -184,7 +189,11 @@ class Registry:
                 f"the engine belongs to process {self._pid}, this is {os.getpid()}: make one after a fork"
             )
 
-    def _check_params(self, params: GenerationParams) -> None:
+    def _check_params(self, params: GenerationParams, session: Session | None) -> None:
+        if session is not None and params.num_sequences != 1:
+            raise InvalidArgumentError(
+                f"a turn of a session has one sequence, {params.num_sequences} are asked for", param="n"
+            )
         if params.stop and self._tokenizer is None:
             raise InvalidArgumentError(
                 "stop texts need an engine with a tokenizer: give stop_token_ids", param="stop"
@@ -259,6 +268,7 @@ class Registry:
         tenant: Tenant,
         ids: npt.NDArray[np.uint32],
         params: GenerationParams,
+        session: Session | None,
         listener: Listener | None,
         *,
         index: int = 0,
@@ -280,6 +290,8 @@ class Registry:
                 reuse=params.reuse,
                 deadline_seconds=params.deadline,
                 salt=params.salt,
+                session=session,
+                retention=params.retention,
                 n=count,
             )
             accepted = [

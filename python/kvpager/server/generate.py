@@ -114,9 +114,10 @@ def _check_limit(engine: AsyncEngine, settings: ServerSettings, job: Job) -> Non
 def _submit(engine: AsyncEngine, settings: ServerSettings, job: Job) -> list[GenerationStream]:
     streams: list[GenerationStream] = []
     waiting = engine.engine.counters(job.tenant).num_waiting
+    params = settings.tenants.tenants[job.tenant].retained(job.params)
     try:
         for prompt in job.prompts:
-            streams.append(engine.generate(prompt, job.params, tenant=job.tenant))
+            streams.append(engine.generate(prompt, params, tenant=job.tenant))
     except BaseException as error:
         _end(streams)
         if isinstance(error, RefusedError):

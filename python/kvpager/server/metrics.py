@@ -72,6 +72,9 @@ class _SnapshotCollector(Collector):
         for state in ("held", "cached", "free", "reserved", "quarantined"):
             blocks.add_metric([self._model, state], getattr(pool, state))
         yield blocks
+        yield self._gauge(
+            "kv_blocks_kept", "Held blocks that sessions and retentions keep.", scheduler.num_kept_blocks
+        )
         yield self._gauge("kv_blocks_capacity", "Blocks of the pool.", pool.capacity)
         yield self._gauge("kv_blocks_peak_held", "Most blocks held at once.", pool.peak_held)
         for name, text, value in (

@@ -6,6 +6,7 @@ presented key is compared with every stored one in constant time.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import secrets
@@ -17,19 +18,43 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from kvpager._core import Retention
 from kvpager.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvpager.engine import Engine
+    from kvpager.engine import Engine, GenerationParams
     from kvpager.server.settings import ChatTokenizer
 
-__all__ = ["ANONYMOUS", "SharedScope", "TenantSpec", "TenantTable", "hash_key", "new_key", "read_tenants"]
+__all__ = [
+    "ANONYMOUS",
+    "RetentionSpec",
+    "SharedScope",
+    "TenantSpec",
+    "TenantTable",
+    "hash_key",
+    "new_key",
+    "read_tenants",
+]
 
 ANONYMOUS = "anonymous"
 _PREFIX = "sha256:"
 
 _KeyHash = Annotated[str, msgspec.Meta(pattern="^sha256:[0-9a-f]{64}$")]
 _Blocks = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class RetentionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What of every request of a tenant stays held after its end; see `Retention`.
+
+    Attributes:
+        seconds: how long; None until somebody needs the room.
+        num_tokens: leading tokens that are kept at least; None for all.
+        priority: higher stays longer, inside the tenant.
+    """
+
+    seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**32)] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] = 0
 
 
 class TenantSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,6 +67,11 @@ class TenantSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         weight: share of service among tenants that wait.
         max_requests: samples in flight, waiting ones included; further requests get 429.
         max_waiting: samples that may wait at once; further requests get 429.
+        max_waiting_tokens: prompt tokens that may wait at once; further requests get 429.
+        max_running: `strict` only: samples of it that run at once; None for its part of the server's.
+        max_batch_tokens: `strict` only: tokens of it in a step; None for its part of the server's.
+        max_kept_blocks: most blocks of it that are kept after a request's end; None for its limit.
+        retention: what is kept of each of its requests; None for nothing. No client can ask for it.
         isolation: what it may observe of others, see `Scheduler.add_tenant`.
         group: name of a `[groups.NAME]` table whose system prompts it may use; its own prefixes stay private.
         public: name of a `[publics.NAME]` table whose system prompts it may use.
@@ -53,14 +83,25 @@ class TenantSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     max_requests: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_waiting: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_waiting_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_running: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_batch_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_kept_blocks: _Blocks | None = None
+    retention: RetentionSpec | None = None
     isolation: Literal["open", "scoped", "strict"] = "scoped"
     group: str | None = None
     public: str | None = None
 
     def quota(self) -> dict[str, Any]:
         """What `Engine.add_tenant` takes."""
-        names = ("guaranteed", "limit", "weight", "max_waiting", "isolation", "group", "public")
-        return {name: getattr(self, name) for name in names}
+        apart = ("key_hashes", "max_requests", "retention")
+        return {name: getattr(self, name) for name in self.__struct_fields__ if name not in apart}
+
+    def retained(self, params: GenerationParams) -> GenerationParams:
+        """The settings of a request with what the operator says of its retention."""
+        if self.retention is None:
+            return params
+        return dataclasses.replace(params, retention=Retention(**msgspec.structs.asdict(self.retention)))
 
 
 class SharedScope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

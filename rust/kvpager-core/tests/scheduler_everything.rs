@@ -1,5 +1,5 @@
 //! Everything on at once: layer groups, a host tier, several open steps on a device that lags, drafts, forks, samples,
-//! sessions, a strict tenant, priorities with urgent preemption, pauses, aborts, crashes and changes of quota, under every
+//! sessions, retention, a strict tenant, priorities with urgent preemption, pauses, aborts, crashes and changes of quota, under every
 //! policy. The model's memory is really copied as the batches say, so a wrong order shows as wrong content.
 
 mod support;
@@ -8,7 +8,7 @@ use kvpager_core::block_pool::Quota;
 use kvpager_core::geometry::Span;
 use kvpager_core::prefix_index::Isolation;
 use kvpager_core::scheduler::{
-    AdmissionPolicy, Deadline, FinishReason, ForecastConfig, Session, Tenant, ZeroBlocks,
+    AdmissionPolicy, Deadline, FinishReason, ForecastConfig, Retention, Session, Tenant, ZeroBlocks,
 };
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
@@ -19,11 +19,25 @@ use support::{Engine, config, expected_output, expected_sample, host_tier, reque
 
 #[derive(Clone, Debug)]
 enum Operation {
-    Submit { family: u32, shared: u32, own: u32, max_tokens: u32, n: u32, priority: i32, in_session: bool },
+    Submit {
+        family: u32,
+        shared: u32,
+        own: u32,
+        max_tokens: u32,
+        n: u32,
+        priority: i32,
+        in_session: bool,
+    },
     TakeOff,
     Land,
-    Crash { place: Index, fail: bool },
-    Draft { length: usize, num_right: usize },
+    Crash {
+        place: Index,
+        fail: bool,
+    },
+    Draft {
+        length: usize,
+        num_right: usize,
+    },
     Fork(Index, u32),
     Abort(Index),
     Pause(Index),
@@ -33,6 +47,8 @@ enum Operation {
     Quota(u32),
     OpenSession(Option<u64>),
     CloseSession(Index),
+    /// What requests ask to be kept from now on.
+    Retain(Option<Retention>),
 }
 
 fn operation() -> impl Strategy<Value = Operation> {
@@ -49,7 +65,12 @@ fn operation() -> impl Strategy<Value = Operation> {
             in_session,
         },
     );
+    let limit = prop::option::of(1..30u64);
+    let retention = (limit, prop::option::of(1..20u32), 0..3i32).prop_map(|(steps, num_tokens, priority)| {
+        Retention { limit: Deadline { steps, seconds: None }, num_tokens, priority }
+    });
     prop_oneof![
+        1 => prop::option::weighted(0.8, retention).prop_map(Operation::Retain),
         6 => submit,
         14 => Just(Operation::TakeOff),
         10 => Just(Operation::Land),
@@ -106,6 +127,7 @@ struct World {
     accepted: HashMap<SequenceId, Accepted>,
     ids: Vec<SequenceId>,
     sessions: Vec<Arc<Session>>,
+    retention: Option<Retention>,
     may_end_early: Vec<SequenceId>,
     quota_changed: bool,
     max_open_steps: usize,
@@ -132,7 +154,9 @@ impl World {
         let mut wanted = request(&self.tenants[family as usize % 2], &prompt, max_tokens);
         let is_grouped = *self.engine.scheduler.config().layer_groups != [Span::Full];
         (wanted.n, wanted.priority) = (if is_grouped { 1 } else { n }, priority);
+        wanted.retention = self.retention.filter(|_| self.engine.index.is_some());
         if let (true, Some(session)) = (in_session, self.sessions.last()) {
+            wanted.retention = None;
             (wanted.n, wanted.tenant) = (1, Arc::clone(&session.tenant));
             wanted.session = Some(Arc::clone(session));
         }
@@ -228,6 +252,7 @@ impl World {
                 let tenant = &self.tenants[self.sessions.len() % 2];
                 self.sessions.push(self.engine.scheduler.open_session(tenant, limit).expect("a session"));
             }
+            Operation::Retain(asked) => self.retention = *asked,
             Operation::CloseSession(which) if !self.sessions.is_empty() => {
                 let session = self.sessions.swap_remove(which.index(self.sessions.len()));
                 self.engine.scheduler.close_session(&session);
@@ -259,7 +284,8 @@ impl World {
                 self.engine.land();
             }
         }
-        // What was closed is let go by the next step.
+        // What was closed is let go by the next step, and what is retained for ever by a drain.
+        self.engine.scheduler.drain(Deadline::default()).expect("a deadline");
         self.engine.turn();
         assert!(!self.engine.scheduler.has_work().expect("one thread"), "something is left");
         self.engine.check_idle();
@@ -313,6 +339,7 @@ proptest! {
             accepted: HashMap::new(),
             ids: Vec::new(),
             sessions: Vec::new(),
+            retention: None,
             may_end_early: Vec::new(),
             quota_changed: false,
             max_open_steps: max_open_steps as usize,

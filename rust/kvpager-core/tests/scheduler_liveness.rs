@@ -2,7 +2,9 @@
 
 mod support;
 
-use kvpager_core::scheduler::{AdmissionPolicy, ForecastConfig, HostTierConfig, Overflow};
+use kvpager_core::scheduler::{
+    AdmissionPolicy, Deadline, ForecastConfig, HostTierConfig, Overflow, Request, Retention,
+};
 use proptest::prelude::*;
 use support::{Engine, config, expected_output, request};
 
@@ -25,6 +27,7 @@ proptest! {
         overflow in prop::sample::select(vec![Overflow::Auto, Overflow::Recompute, Overflow::Swap]),
         max_token_gap in prop::sample::select(vec![1e-9, 1.0, 1e9]),
         policy in policy(),
+        retains in any::<bool>(),
         rows in prop::collection::vec((0..2usize, 1..12u32, 1..24u32, 0..2u32), 1..40),
     ) {
         let mut config = config(4);
@@ -36,12 +39,15 @@ proptest! {
         config.overflow = if host_blocks == 0 { Overflow::Auto } else { overflow };
         config.host_tier = HostTierConfig { num_blocks: host_blocks, max_token_gap, ..HostTierConfig::default() };
         let (places, chunk) = (config.max_running, config.max_batch_tokens - config.max_running);
-        let mut engine = Engine::new(num_blocks, config, false);
+        let mut engine = Engine::new(num_blocks, config, retains);
         let tenants = [engine.tenant("a"), engine.tenant("b")];
         let mut accepted = Vec::new();
         for (number, &(tenant, prompt_tokens, max_tokens, gap)) in rows.iter().enumerate() {
             let prompt: Vec<u32> = (0..prompt_tokens).map(|i| number as u32 * 100 + i).collect();
-            let id = engine.scheduler.submit(request(&tenants[tenant], &prompt, max_tokens)).expect("fits the pool");
+            // What is kept until somebody needs it: whoever waits can have it.
+            let retention = retains.then(|| Retention { priority: gap as i32, ..Retention::default() });
+            let wanted = Request { retention, ..request(&tenants[tenant], &prompt, max_tokens) };
+            let id = engine.scheduler.submit(wanted).expect("fits the pool");
             accepted.push((id, prompt, max_tokens, engine.scheduler.stats().steps));
             for _ in 0..gap {
                 engine.turn();
@@ -63,6 +69,8 @@ proptest! {
         for (id, prompt, max_tokens, _) in accepted {
             prop_assert_eq!(&engine.outputs[&id], &expected_output(&prompt, max_tokens, &[]));
         }
+        engine.scheduler.drain(Deadline::default()).expect("a deadline");
+        engine.turn();
         engine.check_idle();
     }
 }

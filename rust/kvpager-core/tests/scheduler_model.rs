@@ -3,16 +3,30 @@
 
 mod support;
 
-use kvpager_core::scheduler::{AdmissionPolicy, FinishReason, ForecastConfig, ZeroBlocks};
+use kvpager_core::scheduler::{
+    AdmissionPolicy, Deadline, FinishReason, ForecastConfig, Retention, ZeroBlocks,
+};
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
 use support::{Engine, config, expected_output, host_tier, request};
 
 #[derive(Clone, Debug)]
 enum Operation {
-    Submit { tenant: usize, family: u32, shared: u32, own: u32, max_tokens: u32, reuse: bool, priority: i32 },
+    Submit {
+        tenant: usize,
+        family: u32,
+        shared: u32,
+        own: u32,
+        max_tokens: u32,
+        reuse: bool,
+        priority: i32,
+    },
+    /// What requests ask to be kept from now on.
+    Retain(Option<Retention>),
     Turn,
-    Abandon { fail: bool },
+    Abandon {
+        fail: bool,
+    },
     Abort(prop::sample::Index),
     Pause(prop::sample::Index),
     Resume(prop::sample::Index),
@@ -30,7 +44,12 @@ fn operation() -> impl Strategy<Value = Operation> {
             reuse,
             priority,
         });
+    let limit = prop::option::of(1..20u64);
+    let retention = (limit, prop::option::of(1..12u32), 0..3i32).prop_map(|(steps, num_tokens, priority)| {
+        Retention { limit: Deadline { steps, seconds: None }, num_tokens, priority }
+    });
     prop_oneof![
+        1 => prop::option::of(retention).prop_map(Operation::Retain),
         4 => submit,
         6 => Just(Operation::Turn),
         1 => any::<bool>().prop_map(|fail| Operation::Abandon { fail }),
@@ -90,6 +109,7 @@ proptest! {
         ];
         let mut accepted: Vec<(SequenceId, Vec<u32>, u32)> = Vec::new();
         let mut aborted = Vec::new();
+        let mut retention = None;
         for operation in operations {
             match operation {
                 Operation::Submit { tenant, family, shared, own, max_tokens, reuse, priority } => {
@@ -97,12 +117,14 @@ proptest! {
                     let mut request = request(&tenants[tenant], &prompt, max_tokens);
                     request.reuse = reuse;
                     request.priority = priority;
+                    request.retention = retention.filter(|_| reuse && cached);
                     match engine.scheduler.submit(request) {
                         Ok(id) => accepted.push((id, prompt, max_tokens)),
                         Err(Error::Refused { .. }) => {}
                         Err(other) => panic!("{other}"),
                     }
                 }
+                Operation::Retain(asked) => retention = asked,
                 Operation::Turn => { engine.turn(); }
                 Operation::Abandon { fail } => engine.abandoned_turn(fail),
                 Operation::Abort(which) if !accepted.is_empty() => {
@@ -130,6 +152,9 @@ proptest! {
             engine.scheduler.resume(*id).unwrap();
         }
         engine.finish(2000);
+        // What is kept after its request's end goes.
+        engine.scheduler.drain(Deadline::default()).unwrap();
+        engine.turn();
         engine.check_idle();
         if policy == AdmissionPolicy::Reserve {
             prop_assert_eq!(engine.scheduler.stats().num_preemptions, 0);

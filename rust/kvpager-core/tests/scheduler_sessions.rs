@@ -29,7 +29,7 @@ fn turn(engine: &mut Engine, session: &Arc<Session>, prompt: &[u32], max_tokens:
 
 fn capped(engine: &Engine, name: &str, most: u32) -> Arc<Tenant> {
     let config =
-        TenantConfig { max_session_blocks: Some(most), ..TenantConfig::new(name, engine.pool.num_blocks()) };
+        TenantConfig { max_kept_blocks: Some(most), ..TenantConfig::new(name, engine.pool.num_blocks()) };
     engine.scheduler.add_tenant(&config).expect("a tenant")
 }
 

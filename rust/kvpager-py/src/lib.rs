@@ -15,6 +15,7 @@ mod layer_groups;
 mod phases;
 mod prefix_index;
 mod replay;
+mod retention;
 mod scheduler;
 mod session;
 mod snapshot;

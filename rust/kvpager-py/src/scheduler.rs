@@ -8,13 +8,14 @@ use crate::error::{IntoPyResult, invalid};
 use crate::fork::Home;
 use crate::phases::PyPhaseTimes;
 use crate::prefix_index::{PyFingerprint, PyPrefixIndex};
+use crate::retention::PyRetention;
 use crate::session::PySession;
 use crate::snapshot::PySchedulerSnapshot;
 use kvpager_core::prefix_index::Isolation;
 use kvpager_core::scheduler::{
     AdmissionPolicy, CommitOutcome, Deadline, FinishedRequest, HostTierConfig, Overflow, QueueLimits,
-    Request, Scheduler, SchedulerConfig, SchedulerStats, Share, Sharing, Tenant, TenantConfig, TenantScope,
-    ZeroBlocks,
+    Request, Retention, Scheduler, SchedulerConfig, SchedulerStats, Share, Sharing, Tenant, TenantConfig,
+    TenantScope, ZeroBlocks,
 };
 use kvpager_core::{SequenceId, StepId};
 use pyo3::prelude::*;
@@ -44,6 +45,11 @@ impl PyTenant {
     #[getter]
     fn num_waiting(&self) -> u32 {
         self.0.num_waiting()
+    }
+
+    #[getter]
+    fn num_kept_blocks(&self) -> u64 {
+        self.0.num_kept_blocks()
     }
 
     #[getter]
@@ -246,6 +252,16 @@ impl PySchedulerStats {
         self.0.num_sessions_kept
     }
 
+    #[getter]
+    fn num_retained(&self) -> u64 {
+        self.0.num_retained
+    }
+
+    #[getter]
+    fn num_kept_blocks(&self) -> u64 {
+        self.0.num_kept_blocks
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "SchedulerStats(num_running={}, num_waiting={}, steps={})",
@@ -338,7 +354,7 @@ impl PyScheduler {
 
     #[pyo3(signature = (name, *, guaranteed=0, limit=None, weight=1.0, fingerprint=None, isolation="scoped",
         scope="private", group=None, public=None, max_waiting=None, max_waiting_tokens=None, max_running=None,
-        max_batch_tokens=None, max_session_blocks=None))]
+        max_batch_tokens=None, max_kept_blocks=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn add_tenant(
         &self,
@@ -355,7 +371,7 @@ impl PyScheduler {
         #[pyo3(from_py_with = optional_int)] max_waiting_tokens: Option<u64>,
         #[pyo3(from_py_with = optional_int)] max_running: Option<u32>,
         #[pyo3(from_py_with = optional_int)] max_batch_tokens: Option<u32>,
-        #[pyo3(from_py_with = optional_int)] max_session_blocks: Option<u32>,
+        #[pyo3(from_py_with = optional_int)] max_kept_blocks: Option<u32>,
     ) -> PyResult<PyTenant> {
         let isolation = isolation.parse().py()?;
         let default_limit = if isolation == Isolation::Strict { guaranteed } else { self.0.num_blocks() };
@@ -367,7 +383,7 @@ impl PyScheduler {
             fingerprint: fingerprint.map(|fingerprint| fingerprint.inner.clone()).unwrap_or_default(),
             queue: queue_limits(max_waiting, max_waiting_tokens),
             share: Share { max_running, max_batch_tokens },
-            max_session_blocks,
+            max_kept_blocks,
             sharing: Sharing {
                 isolation,
                 scope: TenantScope::from_name(scope).py()?,
@@ -380,7 +396,7 @@ impl PyScheduler {
 
     #[pyo3(signature = (tenant, prompt_ids, *, max_tokens=64, min_tokens=0, stop_token_ids=None, priority=0,
         reuse=true, partial=false, salt=None, items=None, deadline_steps=None, deadline_seconds=None, n=1,
-        session=None))]
+        session=None, retention=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn submit(
         &self,
@@ -398,6 +414,7 @@ impl PyScheduler {
         deadline_seconds: Option<f64>,
         #[pyo3(from_py_with = int)] n: u32,
         session: Option<&PySession>,
+        retention: Option<&PyRetention>,
     ) -> PyResult<u64> {
         let stop_token_ids = match stop_token_ids {
             Some(ids) => read_ints(ids, "stop_token_ids")?,
@@ -415,21 +432,24 @@ impl PyScheduler {
             deadline: Deadline { steps: deadline_steps, seconds: deadline_seconds },
             n,
             session: session.map(|session| Arc::clone(&session.0)),
+            retention: retention.map(|retention| retention.0),
             salt,
             items: crate::prefix_index::items(items),
         };
         Ok(self.here()?.submit(request).py()?.0)
     }
 
-    #[pyo3(signature = (tenant, *, idle_steps=None, idle_seconds=None))]
+    #[pyo3(signature = (tenant, *, idle_steps=None, idle_seconds=None, priority=0))]
     fn open_session(
         &self,
         tenant: &PyTenant,
         #[pyo3(from_py_with = optional_int)] idle_steps: Option<u64>,
         idle_seconds: Option<f64>,
+        #[pyo3(from_py_with = int)] priority: i32,
     ) -> PyResult<PySession> {
         let limit = Deadline { steps: idle_steps, seconds: idle_seconds };
-        Ok(PySession(self.here()?.open_session(&tenant.0, limit).py()?))
+        let retention = Retention { limit, num_tokens: None, priority };
+        Ok(PySession(self.here()?.open_session(&tenant.0, retention).py()?))
     }
 
     fn close_session(&self, session: &PySession) -> PyResult<bool> {
@@ -595,6 +615,7 @@ fn queue_limits(max_requests: Option<u32>, max_tokens: Option<u64>) -> QueueLimi
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyTenant>()?;
     module.add_class::<PySession>()?;
+    module.add_class::<PyRetention>()?;
     module.add_class::<PyFinishedRequest>()?;
     module.add_class::<PyCommitOutcome>()?;
     module.add_class::<PySchedulerStats>()?;

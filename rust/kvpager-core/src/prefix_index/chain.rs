@@ -78,6 +78,14 @@ impl ChainPin {
         self.key
     }
 
+    /// Lets go of what lies in shared scopes. What is left is the part in the most private one, if there is any: a
+    /// private continuation does not keep the head alive, and matches again when that returns.
+    #[must_use]
+    pub fn into_own(self) -> Option<Pin> {
+        let last = self.last;
+        self.tail.filter(|part| part.namespace() == last)
+    }
+
     /// The part in the most private namespace, if the prefix reaches there.
     fn own_part(&mut self) -> Option<&mut Pin> {
         let last = self.last;

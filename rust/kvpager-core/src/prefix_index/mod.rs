@@ -161,6 +161,8 @@ pub struct PrefixIndex {
     items: Items,
     /// Key of the digests by which continuations are found. Random, never leaves the index.
     digest_key: [u8; 32],
+    /// How often something was purged.
+    num_purges: AtomicU64,
 }
 
 /// The learners, and the key of their digests.
@@ -285,6 +287,7 @@ impl PrefixIndex {
             items: Items::default(),
             attached: OnceLock::new(),
             digest_key: random_key(),
+            num_purges: AtomicU64::new(0),
         }))
     }
 

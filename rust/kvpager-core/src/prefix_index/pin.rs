@@ -3,6 +3,7 @@
 use super::PrefixIndex;
 use super::learned::History;
 use crate::ids::NamespaceId;
+use crate::sync::Ordering;
 use std::sync::Arc;
 
 /// Keeps a prefix from being evicted until it is dropped.
@@ -27,6 +28,14 @@ impl Pin {
     #[must_use]
     pub fn num_blocks(&self) -> usize {
         self.num_blocks as usize
+    }
+
+    /// Whether its namespace was purged since, so that nobody finds what it holds.
+    #[must_use]
+    pub fn is_purged(&self) -> bool {
+        // Relaxed: whoever was told of a purge by `PrefixIndex::num_purges` sees it.
+        let now = self.index.namespaces.get(self.namespace).map(|own| own.num_purges.load(Ordering::Relaxed));
+        now.ok() != Some(self.num_purges)
     }
 
     /// The namespace it was matched in.

@@ -33,7 +33,15 @@ impl PrefixIndex {
                 done.num_evicted += self.cut_off(id, namespace, &mut tree, &mut order);
             }
         }
+        // Release pairs with the Acquire in `num_purges`: whoever sees the number sees what was cut off.
+        self.num_purges.fetch_add(1, Ordering::Release);
         done
+    }
+
+    /// How often something was purged.
+    #[must_use]
+    pub fn num_purges(&self) -> u64 {
+        self.num_purges.load(Ordering::Acquire)
     }
 
     /// Empties the namespace of a salt and gives it to another one, if nobody uses it. Else the names come back.

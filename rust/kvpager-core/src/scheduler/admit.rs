@@ -120,7 +120,7 @@ impl Core {
                 Err(short) => {
                     let Some(waiting) = self.queue.get(tenant, place) else { return Ok(Err(short)) };
                     let owner = Arc::clone(&waiting.request.tenant);
-                    if !self.yield_room(&owner, &short)? {
+                    if !self.may_be_enough(&owner, &short) || !self.yield_room(&owner, &short)? {
                         return Ok(Err(short));
                     }
                 }
@@ -195,7 +195,7 @@ impl Core {
         self.copy_partial(&mut sequence)?;
         if let Some(session) = &sequence.request.session {
             // The turn holds what its session kept.
-            self.sessions.release(session.number);
+            self.kept.release_session(session.number);
         }
         let position = self.insert_running(sequence);
         self.plan_chunk(position, budget)?;

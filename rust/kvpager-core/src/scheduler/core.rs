@@ -8,6 +8,7 @@ use super::drafts::DraftCounts;
 use super::fork::Copies;
 use super::host_tier::HostTier;
 use super::inbox::Inbox;
+use super::kept::KeptPrefixes;
 use super::lifecycle::end_ids;
 use super::open_steps::{OpenStep, PlannedRow};
 use super::pause::{Halted, PausedRequest};
@@ -17,7 +18,6 @@ use super::queue::Queue;
 use super::request::{Deadline, FinishReason, FinishedRequest};
 use super::scopes::Published;
 use super::sequence::Sequence;
-use super::sessions::Sessions;
 use super::swap::Swaps;
 use crate::block_pool::{BlockPool, Reclaim, Reservation};
 use crate::block_tables::{BlockTables, TableArena};
@@ -60,7 +60,7 @@ pub(super) struct Core {
     /// Deadline of `drain`, and when it was asked for.
     pub(super) draining: Option<(Deadline, Moment)>,
     pub(super) published: Published,
-    pub(super) sessions: Sessions,
+    pub(super) kept: KeptPrefixes,
     /// Sequences of which the step that is being planned computes a chunk.
     pub(super) in_flight: Vec<SequenceId>,
     /// Oldest first.
@@ -124,7 +124,7 @@ impl Core {
             deadlines: Deadlines::default(),
             draining: None,
             published: Published::default(),
-            sessions: Sessions::default(),
+            kept: KeptPrefixes::default(),
             in_flight: Vec::new(),
             open: VecDeque::new(),
             retired_rows: Vec::new(),
@@ -241,12 +241,13 @@ impl Core {
         }
         self.own(sequence.id).num_unforked -= sequence.request.n - 1;
         self.queue.note_end(sequence.request.tenant.index);
-        self.let_pin_go(sequence);
+        let pin = sequence.pin.take();
         let (own, attached) = sequence.take_blocks();
         if let (Some(index), false) = (&self.index, attached.is_empty()) {
             index.leave_all_attached(&attached, sequence.request.tenant.account)?;
         }
-        self.pool.release(&own)
+        self.pool.release(&own)?;
+        self.let_pin_go(sequence, pin)
     }
 
     /// Gives a sequence the blocks that cover `num_tokens` positions. `Ok(Err(error))` says what is short: the

@@ -18,6 +18,24 @@ impl Deadline {
         (steps, self.seconds.map(|seconds| key(arrival.seconds + seconds)))
     }
 
+    /// Whether both are counted in the same ways: in steps, in seconds, in both or in none.
+    pub(super) fn counts_as(self, other: Self) -> bool {
+        let ways = |deadline: Self| (deadline.steps.is_some(), deadline.seconds.is_some());
+        ways(self) == ways(other)
+    }
+
+    /// The later, in each way that both are counted in, of this one, counted from `now`, and of `other`, counted from
+    /// `since`. It is counted from `now`.
+    pub(super) fn or_later(self, now: Moment, other: Self, since: Moment) -> Self {
+        let later_step =
+            |(own, other): (u64, u64)| own.max(since.step.saturating_add(other).saturating_sub(now.step));
+        let later_time = |(own, other): (f64, f64)| own.max(since.seconds + other - now.seconds);
+        Self {
+            steps: self.steps.zip(other.steps).map(later_step),
+            seconds: self.seconds.zip(other.seconds).map(later_time),
+        }
+    }
+
     /// Whether it has passed for who arrived then.
     pub(super) fn has_passed(self, arrival: Moment, now: Moment) -> bool {
         let (step, time) = self.ends(arrival);

@@ -81,19 +81,18 @@ impl Core {
         let shared = self.config.blocks_for(num_computed);
         let growth = self.growth_after(sequence, num_computed / self.config.block_size);
         let tenant = Arc::clone(&sequence.request.tenant);
+        let is_first = is_partial && !sequence.shares_tail();
+        // Whichever of them writes the last block first needs a block for its copy.
+        let copy = u32::from(is_first && !self.config.policy.overcommits());
         let mut promised = loop {
-            match self.pool.reserve(tenant.account, growth * count) {
+            match self.pool.reserve(tenant.account, growth * count + copy) {
                 Ok(promised) => break promised,
-                Err(short) if self.release_session(&tenant, &short)? => {}
+                Err(short) if self.release_kept(&tenant, &short)? => {}
                 Err(short) => return Err(short),
             }
         };
         let pins = (0..count).map(|_| self.pin_again(position)).collect::<Result<Vec<_>>>()?;
-        let is_first = is_partial && !self.running[position].shares_tail();
-        if is_first && !self.config.policy.overcommits() {
-            // Whichever of them writes first needs a block for its copy.
-            self.running[position].reservation.grow(1)?;
-        }
+        promised.move_to(copy, &mut self.running[position].reservation)?;
         self.keep_within_limit(&self.running[position].request.tenant)?;
         let own = self.running[position].blocks[self.running[position].num_indexed as usize..shared as usize]
             .repeat(count as usize);

@@ -8,12 +8,13 @@
 use super::config::SchedulerConfig;
 use super::core::Core;
 use super::request::Request;
-use super::scopes::{find, look_up};
+use super::scopes::find;
 use super::sequence::Sequence;
 use super::tails::{Keeper, TailBlock};
+use super::tenant::Tenant;
 use crate::block_pool::Reservation;
 use crate::geometry::Span;
-use crate::ids::BlockHandle;
+use crate::ids::{AccountId, BlockHandle};
 use crate::prefix_index::{ChainPin, PrefixIndex};
 use crate::{Error, Result};
 use std::collections::VecDeque;
@@ -130,6 +131,32 @@ impl Core {
         index.use_attached(&self.scratch, promise, |group, _, block| {
             layers.rest[group].blocks.push_back(GroupBlock { block, is_attached: true });
         })
+    }
+
+    /// Blocks that further groups need after a prefix of so many.
+    pub(super) fn num_group_blocks(&self, num_blocks: usize) -> usize {
+        let (end, block_size) = (num_blocks as u32, self.config.block_size);
+        let of = |span: &Span| (end - span.first_visible(end * block_size) / block_size) as usize;
+        self.config.layer_groups.iter().skip(1).map(of).sum()
+    }
+
+    /// Holds what further groups need after a prefix of the first group's blocks. `None` if there is no room for that,
+    /// or something went since it was looked up.
+    pub(super) fn hold_groups(&self, blocks: &[BlockHandle], tenant: &Tenant) -> Result<Option<HeldGroups>> {
+        let Some(index) = &self.index else { return Ok(None) };
+        let mut held = HeldGroups { index: Arc::clone(index), account: tenant.account, blocks: Vec::new() };
+        let needed = self.num_group_blocks(blocks.len());
+        if needed == 0 {
+            return Ok(Some(held));
+        }
+        let mut promise = match self.pool.reserve(tenant.account, needed as u32) {
+            Ok(promise) => promise,
+            Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. }) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        self.keep_within_limit(tenant)?;
+        let is_there = index.use_attached(blocks, &mut promise, |_, _, block| held.blocks.push(block))?;
+        Ok(is_there.then_some(held))
     }
 
     /// Writes what a new sequence begins with into the tables of further groups.
@@ -293,25 +320,58 @@ impl Core {
     }
 }
 
-/// Pins what the index has of a request's tokens in all groups; the first group's blocks go to `blocks`.
+/// Pins what the index has, in all groups, of a request's known tokens, but for the last one, which is always
+/// computed. The first group's blocks go to `blocks`.
 pub(super) fn look_up_groups(
     index: Option<&Arc<PrefixIndex>>,
     request: &Request,
     config: &SchedulerConfig,
     blocks: &mut Vec<BlockHandle>,
 ) -> Result<Option<ChainPin>> {
-    let mut pin = look_up(index, request, blocks)?;
-    if !config.is_grouped() {
-        return Ok(pin);
-    }
-    while let (Some(index), Some(_)) = (index, &pin) {
+    let tokens = &request.prompt[..request.prompt.len().saturating_sub(1)];
+    find_groups(index, request, tokens, config, blocks)
+}
+
+/// Pins what the index has, in all groups, of whole blocks of a request's `tokens`.
+pub(super) fn find_groups(
+    index: Option<&Arc<PrefixIndex>>,
+    request: &Request,
+    tokens: &[u32],
+    config: &SchedulerConfig,
+    blocks: &mut Vec<BlockHandle>,
+) -> Result<Option<ChainPin>> {
+    let Some(index) = index else { return Ok(None) };
+    let mut pin = find(index, request, tokens, blocks)?;
+    while config.is_grouped() && pin.is_some() {
         let usable = index.usable_blocks(blocks);
         if usable == blocks.len() {
             break;
         }
         blocks.clear();
         // The shorter prefix is pinned before the longer one is let go.
-        pin = find(index, request, &request.prompt[..usable * config.block_size as usize], blocks)?;
+        pin = find(index, request, &tokens[..usable * config.block_size as usize], blocks)?;
     }
     Ok(pin)
+}
+
+/// Blocks of further groups that are held with a kept prefix, until this is dropped.
+pub(super) struct HeldGroups {
+    index: Arc<PrefixIndex>,
+    account: AccountId,
+    blocks: Vec<BlockHandle>,
+}
+
+impl HeldGroups {
+    pub(super) fn num_blocks(&self) -> usize {
+        self.blocks.len()
+    }
+}
+
+impl Drop for HeldGroups {
+    fn drop(&mut self) {
+        if !self.blocks.is_empty() {
+            let left = self.index.leave_all_attached(&self.blocks, self.account);
+            debug_assert!(left.is_ok(), "what is held can be left: {left:?}");
+        }
+    }
 }

@@ -53,8 +53,8 @@ impl Scheduler {
         self.send_live(id, Message::Resume)
     }
 
-    /// Accepts nothing any more; what sessions keep becomes cached; what was accepted goes on, and ends with reason `drained` when the deadline
-    /// passes. From any thread. A second call replaces the deadline.
+    /// Accepts nothing any more; what is kept for sessions and retentions becomes cached; what was accepted goes on, and
+    /// ends with reason `drained` when the deadline passes. From any thread. A second call replaces the deadline.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a deadline that is none.
@@ -65,7 +65,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Empties the cache of what is not held. With `requeue_running`, running and paused requests give their
+    /// Empties the cache of what is not held by requests; what is kept after their end goes too. With `requeue_running`, running and paused requests give their
     /// blocks back first and go to their places in the queue, so that nothing is left.
     ///
     /// # Errors
@@ -104,10 +104,10 @@ impl Core {
                 Message::Pause(id) => self.note_pause(id),
                 Message::Resume(id) => self.note_resume(id),
                 Message::Drain(deadline) => {
-                    self.sessions.release_all();
+                    self.kept.release_all();
                     self.draining = Some((deadline, self.moment()));
                 }
-                Message::CloseSession(number) => self.sessions.release(number),
+                Message::CloseSession(number) => self.kept.release_session(number),
             }
         }
         Ok(())
@@ -150,7 +150,7 @@ impl Core {
 
     /// Ends whatever is past its time.
     pub(super) fn end_overdue(&mut self, inbox: &Inbox) -> Result<()> {
-        self.end_idle_sessions();
+        self.end_kept();
         while let Some(id) = self.deadlines.pop_passed(self.moment()) {
             self.end_request(id, FinishReason::Deadline, inbox)?;
         }
@@ -195,7 +195,7 @@ impl Core {
             reset.num_requeued += 1;
         }
         reset.num_requeued += self.force_out_all()?;
-        self.sessions.release_all();
+        self.kept.release_all();
         if let Some(index) = &self.index {
             reset.num_evicted = index.evict(u32::MAX);
         }

@@ -19,6 +19,9 @@ mod fork;
 mod group_blocks;
 mod host_tier;
 mod inbox;
+mod keeping;
+mod kept;
+mod kept_paths;
 mod layer_groups;
 mod lifecycle;
 mod limits;
@@ -31,6 +34,7 @@ mod policy;
 mod preempt;
 mod queue;
 mod request;
+mod retention;
 mod rotation;
 mod samples;
 mod scopes;
@@ -55,6 +59,7 @@ pub use limits::QueueLimits;
 pub use phases::{Phase, PhaseSpan, PhaseTimes};
 pub use policy::{AdmissionPolicy, AdmissionRequest, AdmissionRoom, ForecastConfig, Trajectory};
 pub use request::{Deadline, FinishReason, FinishedRequest, Request};
+pub use retention::Retention;
 pub use scopes::{Sharing, TenantScope};
 pub use sessions::Session;
 pub use snapshot::SchedulerSnapshot;
@@ -65,6 +70,7 @@ use self::core::Core;
 use self::inbox::{Inbox, Message};
 use self::limits::{Places, take_places};
 use self::request::WaitingRequest;
+use self::retention::check_retention;
 use self::scopes::{Scopes, check_salt, check_strict};
 use self::sessions::check_session;
 use crate::block_pool::{BlockPool, Quota};
@@ -98,8 +104,9 @@ pub struct TenantConfig {
     pub sharing: Sharing,
     /// What it is given of the scheduler's bounds, if it is strict.
     pub share: Share,
-    /// Most blocks that its idle sessions keep; `None` for its limit.
-    pub max_session_blocks: Option<u32>,
+    /// Most blocks of it that are kept after their requests' ends, by sessions and retentions together, each counted
+    /// once; `None` for its limit.
+    pub max_kept_blocks: Option<u32>,
 }
 
 impl TenantConfig {
@@ -115,7 +122,7 @@ impl TenantConfig {
             queue: QueueLimits::NONE,
             sharing: Sharing::default(),
             share: Share::default(),
-            max_session_blocks: None,
+            max_kept_blocks: None,
         }
     }
 }
@@ -149,6 +156,10 @@ pub struct SchedulerStats {
     pub num_forced_out: u64,
     /// Sessions that keep blocks between turns.
     pub num_sessions_kept: u64,
+    /// Prefixes that are kept by the retention of a request.
+    pub num_retained: u64,
+    /// Blocks, among the held, that sessions and retentions keep.
+    pub num_kept_blocks: u64,
 }
 
 /// The scheduler of one engine.
@@ -180,6 +191,8 @@ pub struct Scheduler {
     num_paused: AtomicU64,
     num_forced_out: AtomicU64,
     num_sessions_kept: AtomicU64,
+    num_retained: AtomicU64,
+    num_kept_blocks: AtomicU64,
 }
 
 impl Scheduler {
@@ -243,6 +256,8 @@ impl Scheduler {
             num_paused: AtomicU64::new(0),
             num_forced_out: AtomicU64::new(0),
             num_sessions_kept: AtomicU64::new(0),
+            num_retained: AtomicU64::new(0),
+            num_kept_blocks: AtomicU64::new(0),
         })
     }
 
@@ -327,7 +342,8 @@ impl Scheduler {
             scope,
             scopes,
             weight: config.weight,
-            max_session_blocks: config.max_session_blocks.unwrap_or(config.limit_blocks),
+            max_kept_blocks: config.max_kept_blocks.unwrap_or(config.limit_blocks),
+            num_kept_blocks: AtomicU64::new(0),
             places: Places::new(queue),
         });
         if let Some(host) = &mut core.host {
@@ -391,6 +407,7 @@ impl Scheduler {
         }
         check_salt(request)?;
         check_session(request)?;
+        check_retention(request, self.index.is_some())?;
         check_items(&request.items, request.prompt.len())?;
         if let Some(i) = request.prompt.iter().position(|&token| token > i32::MAX as u32) {
             return Err(Error::invalid(format!("prompt[{i}] is {}, above {}", request.prompt[i], i32::MAX)));
@@ -534,6 +551,8 @@ impl Scheduler {
             num_paused: self.num_paused.load(Ordering::Relaxed),
             num_forced_out: self.num_forced_out.load(Ordering::Relaxed),
             num_sessions_kept: self.num_sessions_kept.load(Ordering::Relaxed),
+            num_retained: self.num_retained.load(Ordering::Relaxed),
+            num_kept_blocks: self.num_kept_blocks.load(Ordering::Relaxed),
         }
     }
 
@@ -557,6 +576,8 @@ impl Scheduler {
         self.num_preemptions.store(core.num_preemptions, Ordering::Relaxed);
         self.num_paused.store((core.halted.len() + core.paused.len()) as u64, Ordering::Relaxed);
         self.num_forced_out.store(core.num_forced_out, Ordering::Relaxed);
-        self.num_sessions_kept.store(core.sessions.len() as u64, Ordering::Relaxed);
+        self.num_sessions_kept.store(core.kept.num_sessions() as u64, Ordering::Relaxed);
+        self.num_retained.store(core.kept.num_retained() as u64, Ordering::Relaxed);
+        self.num_kept_blocks.store(core.kept.num_blocks(), Ordering::Relaxed);
     }
 }

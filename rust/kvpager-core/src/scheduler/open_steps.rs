@@ -90,8 +90,10 @@ impl Core {
             host.close_step(epoch)?;
         }
         for (number, compartment) in self.compartments.iter_mut().enumerate() {
+            let num_coming = compartment.coming.len();
             compartment.coming.retain(|coming| coming.step != open.id);
-            if std::mem::take(&mut compartment.is_chunk_awaited) {
+            let has_come = compartment.coming.len() < num_coming;
+            if std::mem::take(&mut compartment.is_chunk_awaited) || has_come {
                 self.queue.note_change(number);
             }
         }

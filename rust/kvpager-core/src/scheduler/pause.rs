@@ -68,10 +68,13 @@ impl Core {
         }
     }
 
-    /// Makes those give something up who yield to any request that runs or could run: idle sessions, then paused
-    /// requests. False if there are none.
+    /// Makes those give something up who yield to any request that runs or could run: what is kept after a request's
+    /// end, then paused requests. False if there are none, or if enough is on its way.
     pub(super) fn yield_room(&mut self, tenant: &Tenant, short: &Error) -> Result<bool> {
-        if self.release_session(tenant, short)? {
+        if self.is_coming(tenant, short) {
+            return Ok(false);
+        }
+        if self.release_kept(tenant, short)? {
             return Ok(true);
         }
         match short {

@@ -125,7 +125,7 @@ impl Core {
             match newest {
                 // An open step may read what it had.
                 Some(step) if held > 0 => {
-                    self.note_coming(id, step, account, held as u32);
+                    self.note_coming(compartment_of(id), step, account, held as u32);
                     answer = Room::Later;
                 }
                 _ => return Ok(Room::Now),
@@ -164,9 +164,15 @@ impl Core {
         true
     }
 
-    /// Notes blocks of a victim that come free when a step closes.
-    fn note_coming(&mut self, victim: SequenceId, step: StepId, account: AccountId, num_blocks: u32) {
-        let coming = &mut self.own(victim).coming;
+    /// Notes blocks of a compartment that come free when a step closes.
+    pub(super) fn note_coming(
+        &mut self,
+        compartment: usize,
+        step: StepId,
+        account: AccountId,
+        num_blocks: u32,
+    ) {
+        let coming = &mut self.compartments[compartment].coming;
         match coming.iter_mut().find(|coming| (coming.step, coming.account) == (step, account)) {
             Some(coming) => {
                 coming.num_blocks += num_blocks;
@@ -315,7 +321,7 @@ impl Core {
         }
         if let Some(num_blocks) = left {
             let account = sequence.request.tenant.account;
-            self.note_coming(sequence.id, self.last_step, account, num_blocks);
+            self.note_coming(compartment_of(sequence.id), self.last_step, account, num_blocks);
         }
         let list = if sequence.parked.is_some() { &mut self.parked } else { &mut self.running };
         let position = list.partition_point(|other| other.id < sequence.id);

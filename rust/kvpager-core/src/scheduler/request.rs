@@ -3,6 +3,7 @@
 use crate::ids::SequenceId;
 use crate::prefix_index::{Item, PrefixIndex};
 use crate::scheduler::deadlines::Moment;
+use crate::scheduler::retention::Retention;
 use crate::scheduler::sessions::Session;
 use crate::scheduler::tenant::Tenant;
 use crate::{Error, Result};
@@ -24,13 +25,18 @@ impl Deadline {
     /// # Errors
     /// [`Error::InvalidArgument`] for 0 steps, or seconds that are not above 0 and finite.
     pub fn check(self) -> Result<()> {
+        self.check_as("the deadline")
+    }
+
+    /// [`Deadline::check`] for what is called something else.
+    pub(super) fn check_as(self, what: &str) -> Result<()> {
         if self.steps == Some(0) {
-            return Err(Error::invalid("the deadline is 0 steps away, must be at least 1"));
+            return Err(Error::invalid(format!("{what} is 0 steps away, must be at least 1")));
         }
         match self.seconds {
-            Some(seconds) if !(seconds.is_finite() && seconds > 0.0) => Err(Error::invalid(format!(
-                "the deadline is {seconds} seconds away, must be above 0 and finite"
-            ))),
+            Some(seconds) if !(seconds.is_finite() && seconds > 0.0) => {
+                Err(Error::invalid(format!("{what} is {seconds} seconds away, must be above 0 and finite")))
+            }
             _ => Ok(()),
         }
     }
@@ -65,6 +71,8 @@ pub struct Request {
     pub n: u32,
     /// The session that it is a turn of.
     pub session: Option<Arc<Session>>,
+    /// What of it is kept after its end, of every sequence that it becomes.
+    pub retention: Option<Retention>,
 }
 
 impl Request {
@@ -105,6 +113,7 @@ impl Request {
             deadline: Deadline { steps: None, seconds: None },
             n: 1,
             session: None,
+            retention: None,
         }
     }
 }

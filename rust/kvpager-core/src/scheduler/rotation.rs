@@ -94,9 +94,9 @@ impl Core {
                     }
                 }
             }
-            if !self.sessions.is_empty() {
+            if !self.kept.is_empty() {
                 let tenant = Arc::clone(&self.parked[position].request.tenant);
-                if self.release_session(&tenant, &short)? {
+                if self.release_kept(&tenant, &short)? {
                     continue;
                 }
             }

@@ -219,17 +219,7 @@ impl Published {
     }
 }
 
-/// Pins what the index has of a request's known tokens, but for the last one, which is always computed.
-pub(super) fn look_up(
-    index: Option<&Arc<PrefixIndex>>,
-    request: &Request,
-    blocks: &mut Vec<BlockHandle>,
-) -> Result<Option<ChainPin>> {
-    let Some(index) = index else { return Ok(None) };
-    find(index, request, &request.prompt[..request.prompt.len().saturating_sub(1)], blocks)
-}
-
-/// How many blocks [`look_up`] would find now. Pins and touches nothing.
+/// How many blocks [`find`] would find now of all but the last token. Pins and touches nothing.
 pub(super) fn peek(index: Option<&Arc<PrefixIndex>>, request: &Request) -> Result<usize> {
     let (true, Some(index), Some(scopes)) = (request.reuse, index, request.tenant.scopes()) else {
         return Ok(0);
@@ -292,17 +282,23 @@ impl Core {
         }
     }
 
-    /// Lets a sequence's pin go, or keeps it if the sequence has published its prefix or its session goes on.
-    pub(super) fn let_pin_go(&mut self, sequence: &mut Sequence) {
+    /// Lets a sequence's pin go. What was published stays, and what is to be kept after the sequence's end is held
+    /// first.
+    pub(super) fn let_pin_go(&mut self, sequence: &Sequence, pin: Option<ChainPin>) -> Result<()> {
         let is_done = matches!(sequence.ending, Some(FinishReason::Stop | FinishReason::Length));
         let tenant = &sequence.request.tenant;
-        match (sequence.pin.take(), tenant.scope()) {
-            (Some(pin), TenantScope::Public) if is_done => self.published.keep(tenant, pin),
-            (Some(pin), TenantScope::Private) if sequence.ending.is_some() => {
-                self.keep_for_session(sequence, pin)
+        let Some(pin) = pin else { return Ok(()) };
+        if tenant.scope() == TenantScope::Public {
+            if is_done {
+                self.published.keep(tenant, pin);
             }
-            _ => {}
+            return Ok(());
         }
+        if sequence.ending.is_some() {
+            self.keep_prefix(sequence)?;
+        }
+        drop(pin);
+        Ok(())
     }
 }
 

@@ -4,6 +4,7 @@ use super::limits::Places;
 use super::scopes::{Scopes, TenantScope};
 use crate::ids::{AccountId, NamespaceId};
 use crate::prefix_index::Isolation;
+use crate::sync::{AtomicU64, Ordering};
 
 /// A tenant of one scheduler. Requests carry it as a handle; it never comes from a request's own fields.
 #[derive(Debug)]
@@ -28,8 +29,10 @@ pub struct Tenant {
     pub(super) scopes: Option<Scopes>,
     /// Share of service: a tenant of weight 2 gets twice the tokens of one of weight 1 while both wait.
     pub weight: f64,
-    /// Most blocks that its idle sessions keep.
-    pub(super) max_session_blocks: u32,
+    /// Most blocks of it that are kept after their requests' ends.
+    pub(super) max_kept_blocks: u32,
+    /// Blocks of it that are.
+    pub(super) num_kept_blocks: AtomicU64,
     /// What of it waits.
     pub(super) places: Places,
 }
@@ -57,6 +60,17 @@ impl Tenant {
     #[must_use]
     pub fn max_waiting(&self) -> Option<u32> {
         Some(self.places.limits().max_requests).filter(|&bound| bound < u32::MAX)
+    }
+
+    /// Blocks of it that are kept for sessions and retentions. From any thread.
+    #[must_use]
+    pub fn num_kept_blocks(&self) -> u64 {
+        // Relaxed: a number for people.
+        self.num_kept_blocks.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn note_kept(&self, num_blocks: u64) {
+        self.num_kept_blocks.store(num_blocks, Ordering::Relaxed);
     }
 
     /// Who may see what its requests leave in the index.

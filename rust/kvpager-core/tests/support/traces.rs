@@ -10,8 +10,8 @@ use kvpager_core::SequenceId;
 use kvpager_core::block_pool::AccountStats;
 use kvpager_core::prefix_index::Isolation;
 use kvpager_core::scheduler::{
-    AdmissionPolicy, Batch, Deadline, ForecastConfig, HostTierConfig, Overflow, QueueLimits, SchedulerConfig,
-    Share, Sharing, Tenant, TenantConfig,
+    AdmissionPolicy, Batch, Deadline, ForecastConfig, HostTierConfig, Overflow, QueueLimits, Retention,
+    SchedulerConfig, Share, Sharing, Tenant, TenantConfig,
 };
 use proptest::prelude::*;
 use std::collections::HashSet;
@@ -22,7 +22,15 @@ pub const NUM_BLOCKS: u32 = 48;
 /// What a tenant does before a step.
 #[derive(Clone, Debug)]
 pub enum Act {
-    Submit { family: u32, length: u32, max_tokens: u32, n: u32, priority: i32, deadline: Option<u64> },
+    Submit {
+        family: u32,
+        length: u32,
+        max_tokens: u32,
+        n: u32,
+        priority: i32,
+        deadline: Option<u64>,
+        retention: Option<Retention>,
+    },
     Abort(usize),
     Pause(usize),
     Resume(usize),
@@ -46,21 +54,34 @@ pub struct Seen {
     rows: Vec<(u64, i32, i32)>,
     ended: Vec<String>,
     waiting: (u32, u64),
+    kept: u64,
     account: AccountStats,
+}
+
+/// Mostly none; else for some steps or until the room is needed, of all or of a part.
+pub fn retention() -> impl Strategy<Value = Option<Retention>> {
+    let limit = prop::option::weighted(0.7, 1..20u64);
+    let retention = (limit, prop::option::of(1..20u32), 0..3i32).prop_map(|(steps, num_tokens, priority)| {
+        Retention { limit: Deadline { steps, seconds: None }, num_tokens, priority }
+    });
+    prop::option::weighted(0.3, retention)
 }
 
 fn act(longest: u32) -> impl Strategy<Value = Act> {
     let which = || 0..8usize;
     let deadline = prop::option::weighted(0.1, 2..30u64);
-    let submit = (0..3u32, 1..longest, 1..14u32, prop::sample::select(vec![1, 1, 1, 2]), 0..2i32, deadline)
-        .prop_map(|(family, length, max_tokens, n, priority, deadline)| Act::Submit {
+    let n = prop::sample::select(vec![1, 1, 1, 2]);
+    let submit = (0..3u32, 1..longest, 1..14u32, n, 0..2i32, deadline, retention()).prop_map(
+        |(family, length, max_tokens, n, priority, deadline, retention)| Act::Submit {
             family,
             length,
             max_tokens,
             n,
             priority,
             deadline,
-        });
+            retention,
+        },
+    );
     prop_oneof![
         8 => submit,
         1 => which().prop_map(Act::Abort),
@@ -82,6 +103,7 @@ fn add(engine: &Engine, name: &str, isolation: Isolation, quota: (u32, u32)) -> 
         guaranteed_blocks: quota.0,
         queue: QueueLimits { max_requests: 3, max_tokens: 40 },
         sharing: Sharing { isolation, ..Sharing::default() },
+        max_kept_blocks: Some(12),
         share: if is_strict {
             Share { max_running: Some(3), max_batch_tokens: Some(9) }
         } else {
@@ -101,10 +123,10 @@ impl Client {
         let pick =
             |requests: &[SequenceId], which: usize| requests.get(which % requests.len().max(1)).copied();
         match *act {
-            Act::Submit { family, length, max_tokens, n, priority, deadline } => {
+            Act::Submit { family, length, max_tokens, n, priority, deadline, retention } => {
                 let prompt: Vec<u32> = (0..length).map(|i| salt + family * 100 + i % 7).collect();
                 let mut request = request(&self.tenant, &prompt, max_tokens);
-                (request.n, request.priority) = (n, priority);
+                (request.n, request.priority, request.retention) = (n, priority, retention);
                 request.deadline = Deadline { steps: deadline, seconds: None };
                 let answer = engine.scheduler.submit(request);
                 self.requests.extend(answer.as_ref().ok());
@@ -275,6 +297,7 @@ pub fn run(
             rows,
             ended,
             waiting: (client.tenant.num_waiting(), client.tenant.num_waiting_tokens()),
+            kept: client.tenant.num_kept_blocks(),
             account: engine.pool.account_stats(client.tenant.account).expect("its account"),
         });
     }
@@ -314,7 +337,15 @@ pub fn setting(policy: AdmissionPolicy, host_blocks: u32, chunk: u32, open: u32)
 
 /// A tenant that asks for one long prompt again and again.
 pub fn regular(steps: usize) -> Vec<Vec<Act>> {
-    let submit = Act::Submit { family: 1, length: 23, max_tokens: 3, n: 1, priority: 0, deadline: None };
+    let submit = Act::Submit {
+        family: 1,
+        length: 23,
+        max_tokens: 3,
+        n: 1,
+        priority: 0,
+        deadline: None,
+        retention: None,
+    };
     (0..steps).map(|step| if step % 8 == 0 { vec![submit.clone()] } else { Vec::new() }).collect()
 }
 
@@ -327,6 +358,7 @@ pub fn flood(steps: usize, length: u32, max_tokens: u32) -> Vec<Vec<Act>> {
         n: 1,
         priority: 0,
         deadline: None,
+        retention: None,
     };
     (0..steps).map(|step| (0..9).map(|i| submit(step * 9 + i)).collect()).collect()
 }
