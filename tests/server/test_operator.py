@@ -337,10 +337,6 @@ def wait_for(url: str) -> None:
         (["--tenants", "/nowhere.toml"], "cannot read /nowhere.toml"),
         (["--policy", "best"], "--policy is 'best': one of reserve, watermark, forecast is needed"),
         (
-            ["--model", "null", "--port", "0", "--open-steps", "2", "--host-blocks", "9"],
-            "max_open_steps is 2",
-        ),
-        (
             ["--model", "null", "--port", "0", "--urgent-preempts"],
             "urgent_preempts is true and the policy reserve",
         ),
