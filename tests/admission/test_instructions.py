@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-MOST_PER_SEQUENCE = 600
-"""Of `step` and `commit`, in the profile that the tests are built in; 533 when this was written."""
+MOST_PER_SEQUENCE = 400
+"""Of `step` and `commit`, in the profile that the tests are built in; 367 when this was written."""
 
 
 def instructions(program: Path, running: int, steps: int) -> int:

@@ -2,10 +2,11 @@
 
 mod support;
 
+use kvpager_core::block_pool::Quota;
 use kvpager_core::scheduler::AdmissionPolicy;
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
-use support::{Engine, config, expected_output, prompt};
+use support::{Engine, config, expected_output, expected_sample, prompt, request};
 
 fn propose(engine: &Engine, id: SequenceId, drafts: &[u32]) -> u64 {
     let tokens: Vec<i32> = drafts.iter().map(|&token| token as i32).collect();
@@ -112,6 +113,31 @@ fn a_stop_among_the_drafts_cuts_the_rest() {
     engine.turn();
     assert_eq!(engine.outputs[&id], text[..=end]);
     assert!(engine.scheduler.stats().dropped_tokens > 0);
+    engine.check_idle();
+}
+
+/// Found with everything on: a quota was lowered under two samples that share their last block. The copy that was promised
+/// to each was refused, and drafts that fitted the block were written to it by both.
+#[test]
+fn a_promised_copy_is_made_after_its_quota_was_lowered_and_no_draft_goes_to_a_shared_block() {
+    let mut engine = Engine::new(23, config(4), false);
+    let tenant = engine.tenant("a");
+    let mut samples = request(&tenant, &prompt(1, 5), 3);
+    samples.n = 2;
+    let first = engine.scheduler.submit(samples).unwrap();
+    engine.turn();
+    let second = SequenceId(first.0 + 1);
+    engine.pool.set_quota(tenant.account, Quota { guaranteed: 0, limit: 1 }).unwrap();
+    let before = engine.outputs[&first].len();
+    for id in [first, second] {
+        engine.scheduler.propose(&[id], &[0, 1], &[1]).unwrap();
+    }
+    engine.turn();
+    assert!(engine.outputs[&first].len() > before && engine.outputs[&second].len() > before);
+    engine.finish(50);
+    for (branch, id) in [first, second].into_iter().enumerate() {
+        assert_eq!(engine.outputs[&id], expected_sample(&prompt(1, 5), 3, branch as u64));
+    }
     engine.check_idle();
 }
 

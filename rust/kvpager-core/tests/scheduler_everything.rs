@@ -309,9 +309,6 @@ proptest! {
         lags in any::<bool>(),
         operations in prop::collection::vec(operation(), 1..120),
     ) {
-        // A prefix that no group can use any more is let go under an open step, and held until that closes: a request
-        // that takes all there is waits for it again and again.
-        let max_open_steps = if cached && groups.len() > 1 { 1 } else { max_open_steps };
         let mut config = config(block_size);
         config.layer_groups = groups.into();
         if cached {

@@ -261,6 +261,34 @@ fn sessions_yield_the_blocks_of_a_grouped_model_before_a_request_waits() {
     assert!(engine.scheduler.stats().num_sessions_kept < 3);
 }
 
+/// A strict tenant may have just what its longest request takes, and a shorter one has left what that begins with. With
+/// two steps open its prefix was pinned, found to be of no use, and let go, at every look; with one, what it was to use
+/// was evicted to make room for it.
+#[test]
+fn a_request_that_takes_all_there_is_does_not_wait_for_the_prefix_that_it_finds() {
+    for depth in [1, 2] {
+        let mut config = grouped(3, &[Span::Full, Span::Full, Span::Full]);
+        (config.max_batch_tokens, config.max_running, config.max_open_steps) = (6, 5, depth);
+        let mut engine = Engine::new(114, config, true);
+        let mut strict = tenant_config("b", 57, 57);
+        strict.sharing.isolation = Isolation::Strict;
+        let tenant = engine.scheduler.add_tenant(&strict).unwrap();
+        let long = shared_prompt(1, 13, 7);
+        engine.submit(&tenant, &shared_prompt(1, 12, 1), 1).unwrap();
+        let id = engine.submit(&tenant, &long, 33).unwrap();
+        for _ in 0..2 * 300 {
+            if engine.flights.len() < depth as usize && engine.scheduler.has_work().unwrap() {
+                engine.take_off();
+            } else if !engine.flights.is_empty() {
+                engine.land();
+            }
+        }
+        assert_eq!(engine.finished[&id].reason, FinishReason::Length, "with {depth} open steps");
+        assert!(engine.finished[&id].queue_steps < 10, "{}", engine.finished[&id].queue_steps);
+        assert_eq!(engine.outputs[&id], expected_output(&long, 33, &[]));
+    }
+}
+
 #[test]
 fn what_groups_do_not_do_is_refused_with_numbers() {
     let windowed = [Span::Full, Span::Sliding(8)];

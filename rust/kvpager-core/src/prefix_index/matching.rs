@@ -59,6 +59,20 @@ impl PrefixIndex {
         Ok(matched * self.config.block_size as usize)
     }
 
+    /// The blocks that a match of whole blocks would find in one namespace now. Pins and touches nothing.
+    pub(crate) fn resident_blocks(
+        &self,
+        namespace: NamespaceId,
+        tokens: &[u32],
+        blocks: &mut Vec<BlockHandle>,
+    ) -> Result<()> {
+        let known = self.namespaces.get(namespace)?;
+        let tree = known.read_tree();
+        self.check_same(namespace, known)?;
+        tree.walk(&self.view(), tree.root(), tokens, blocks);
+        Ok(())
+    }
+
     /// A pin of the empty prefix.
     ///
     /// # Errors

@@ -173,7 +173,6 @@ impl Core {
             Ok(reservation) => reservation,
             Err(short) => return Ok(Err(short)),
         };
-        self.keep_within_limit(&request.tenant)?;
         if self.tables.num_free_rows() == 0 {
             return Ok(Err(nothing_there()));
         }
@@ -182,6 +181,8 @@ impl Core {
         if !self.use_found(layers.as_deref_mut(), &mut reservation)? {
             return Ok(Err(nothing_there()));
         }
+        // Only now that what it found is in use, which is not to go for it.
+        self.keep_within_limit(&request.tenant)?;
         let Some(row) = self.tables.take_row() else { return Ok(Err(nothing_there())) };
         let Some(waiting) = self.queue.pop(tenant, place) else { return Ok(Err(nothing_there())) };
         note_admission(&waiting, &inbox.places, self.last_step.0);

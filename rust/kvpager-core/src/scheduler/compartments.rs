@@ -181,6 +181,8 @@ pub(super) struct Compartment {
     pub(super) coming: Vec<Coming>,
     /// Blocks that stalled sequences count on in the next step.
     pub(super) owed: u32,
+    /// The open step that what was released last waits for.
+    pub(super) frees_at: Option<StepId>,
     /// Whether a waiting request was left in the queue for what a running one computes.
     pub(super) is_chunk_awaited: bool,
     /// Whether somebody found no victim because of what is in flight: the next step plans nothing ahead.
@@ -206,6 +208,7 @@ impl Compartment {
             called: None,
             coming: Vec::new(),
             owed: 0,
+            frees_at: None,
             is_chunk_awaited: false,
             is_pressed: false,
             plans_ahead: true,

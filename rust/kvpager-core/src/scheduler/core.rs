@@ -172,7 +172,8 @@ impl Core {
         finished: &mut Vec<FinishedRequest>,
         detail: Option<&Arc<str>>,
     ) -> Result<()> {
-        let mut position = 0;
+        let is_ended = |sequence: &Sequence| sequence.ending.is_some();
+        let mut position = self.running.iter().position(is_ended).unwrap_or(self.running.len());
         while position < self.running.len() {
             let Some(reason) = self.running[position].ending else {
                 position += 1;
@@ -239,7 +240,10 @@ impl Core {
         if !was_parked {
             self.free_row(sequence.row, compartment_of(sequence.id));
         }
-        self.own(sequence.id).num_unforked -= sequence.request.n - 1;
+        let newest = self.open.back().map(|open| open.id);
+        let own = self.own(sequence.id);
+        own.num_unforked -= sequence.request.n - 1;
+        own.frees_at = newest.or(own.frees_at);
         self.queue.note_end(sequence.request.tenant.index);
         let pin = sequence.pin.take();
         let (own, attached) = sequence.take_blocks();

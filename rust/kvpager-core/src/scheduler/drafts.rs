@@ -132,7 +132,10 @@ impl Core {
         let end = sequence.frontier() + 1;
         count = count.min(self.promised_end(sequence).saturating_sub(end));
         if count > 0 && self.grow(position, end + count)?.is_err() {
-            let room = self.running[position].blocks.len() as u32 * self.config.block_size;
+            let sequence = &self.running[position];
+            // What others have too is copied first, and was not.
+            let is_own = !sequence.shares_tail();
+            let room = u32::from(is_own) * sequence.blocks.len() as u32 * self.config.block_size;
             count = count.min(room.saturating_sub(end));
         }
         if let Some(special) = &mut self.running[position].special {

@@ -230,7 +230,8 @@ impl Core {
         }
         let more = u32::from(sequence.reservation.num_blocks() == 0);
         let mut to = [BlockHandle::from_bits(0)];
-        let drawn = sequence.reservation.grow(more);
+        // What is promised already is there, also when the quota was lowered since.
+        let drawn = if more > 0 { sequence.reservation.grow(more) } else { Ok(()) };
         self.keep_within_limit(&self.running[position].request.tenant)?;
         let sequence = &mut self.running[position];
         match drawn.and_then(|()| draw(self.index.as_deref(), &mut sequence.reservation, &mut to)) {

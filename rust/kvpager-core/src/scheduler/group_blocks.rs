@@ -8,7 +8,7 @@
 use super::config::SchedulerConfig;
 use super::core::Core;
 use super::request::Request;
-use super::scopes::find;
+use super::scopes::{find, look_at};
 use super::sequence::Sequence;
 use super::tails::{Keeper, TailBlock};
 use super::tenant::Tenant;
@@ -341,6 +341,15 @@ pub(super) fn find_groups(
     blocks: &mut Vec<BlockHandle>,
 ) -> Result<Option<ChainPin>> {
     let Some(index) = index else { return Ok(None) };
+    let block_size = config.block_size as usize;
+    let mut tokens = tokens;
+    if config.is_grouped() {
+        // What some group can't use any more is not pinned even for a moment: with a step open, its capacity would come
+        // back only when that closes, and a request that takes all there is would be short of it at every look.
+        look_at(index, request, tokens, blocks)?;
+        tokens = &tokens[..index.usable_blocks(blocks) * block_size];
+        blocks.clear();
+    }
     let mut pin = find(index, request, tokens, blocks)?;
     while config.is_grouped() && pin.is_some() {
         let usable = index.usable_blocks(blocks);
@@ -349,7 +358,7 @@ pub(super) fn find_groups(
         }
         blocks.clear();
         // The shorter prefix is pinned before the longer one is let go.
-        pin = find(index, request, &tokens[..usable * config.block_size as usize], blocks)?;
+        pin = find(index, request, &tokens[..usable * block_size], blocks)?;
     }
     Ok(pin)
 }

@@ -40,6 +40,13 @@ pub(super) struct OpenStep {
     pub(super) copied: Vec<SequenceId>,
 }
 
+impl PlannedRow {
+    /// Whether it is one token, and one that is sampled after it.
+    pub(super) const fn is_decode(&self) -> bool {
+        self.num_tokens == 1 && self.num_samples == 1 && self.num_drafts == 0
+    }
+}
+
 impl Core {
     /// Whether one more step may be open.
     pub(super) fn check_may_open(&self) -> Result<()> {
@@ -92,8 +99,8 @@ impl Core {
         for (number, compartment) in self.compartments.iter_mut().enumerate() {
             let num_coming = compartment.coming.len();
             compartment.coming.retain(|coming| coming.step != open.id);
-            let has_come = compartment.coming.len() < num_coming;
-            if std::mem::take(&mut compartment.is_chunk_awaited) || has_come {
+            let frees = compartment.coming.len() < num_coming || compartment.frees_at == Some(open.id);
+            if std::mem::take(&mut compartment.is_chunk_awaited) || frees {
                 self.queue.note_change(number);
             }
         }

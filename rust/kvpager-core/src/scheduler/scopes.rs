@@ -232,6 +232,22 @@ pub(super) fn peek(index: Option<&Arc<PrefixIndex>>, request: &Request) -> Resul
     Ok(index.peek_chain(&chain, &keys)? / index.config().block_size as usize)
 }
 
+/// The blocks that [`find`] would find now of a request's `tokens`. Pins and touches nothing, so they may be gone at any
+/// moment.
+pub(super) fn look_at(
+    index: &PrefixIndex,
+    request: &Request,
+    tokens: &[u32],
+    blocks: &mut Vec<BlockHandle>,
+) -> Result<()> {
+    let (true, Some(scopes)) = (request.reuse, request.tenant.scopes()) else { return Ok(()) };
+    let chain = match scopes.chain(index, &request.tenant.name, request.salt.as_deref()) {
+        Err(Error::Refused { retryable: true, .. }) => return Ok(()),
+        chain => chain?,
+    };
+    index.resident_blocks(chain.last(), &request.keys(index, 0, tokens)?, blocks)
+}
+
 /// Pins what the index has of whole blocks of a request's `tokens`; their blocks go to `blocks`. `None` if it takes
 /// no part in reuse.
 ///

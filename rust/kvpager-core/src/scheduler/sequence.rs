@@ -158,6 +158,16 @@ impl Sequence {
         }
     }
 
+    /// What an open step computes of it, one token and the one after, has been committed.
+    #[inline]
+    pub(super) fn take_decode(&mut self, token: u32) {
+        self.in_flight -= 1;
+        self.num_pending -= 1;
+        self.progress.steps += 1;
+        self.num_computed += 1;
+        self.ending = self.push_token(token);
+    }
+
     /// What an open step computes of it has been committed.
     pub(super) fn leave_step(&mut self, planned: &PlannedRow) {
         self.in_flight -= planned.num_tokens;
@@ -175,13 +185,20 @@ impl Sequence {
     }
 
     /// Adds a sampled token; the reason if it ends the sequence.
+    #[inline]
     pub(super) fn push_token(&mut self, token: u32) -> Option<FinishReason> {
         self.tokens.push(token);
         self.has_sampled = true;
-        if self.request.stop_token_ids.contains(&token) && self.num_outputs() >= self.request.min_tokens {
+        let num_outputs = self.num_outputs();
+        let stops = !self.request.stop_token_ids.is_empty() && self.stops_at(token, num_outputs);
+        if stops {
             return Some(FinishReason::Stop);
         }
-        (self.num_outputs() >= self.request.max_tokens).then_some(FinishReason::Length)
+        (num_outputs >= self.request.max_tokens).then_some(FinishReason::Length)
+    }
+
+    fn stops_at(&self, token: u32, num_outputs: u32) -> bool {
+        num_outputs >= self.request.min_tokens && self.request.stop_token_ids.contains(&token)
     }
 
     pub(super) fn account(&self, reason: FinishReason, detail: Option<Arc<str>>) -> FinishedRequest {
