@@ -18,8 +18,7 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         for block in blocks {
             let cell = &self.states[block.id().0 as usize];
             // Relaxed load: the block is this call's alone. Release as in `claim`.
-            let state = State::unpack(cell.load(Ordering::Relaxed));
-            cell.store(State { kind: Kind::Indexed, references: 0, ..state }.pack(), Ordering::Release);
+            cell.store(State::indexed(cell.load(Ordering::Relaxed)), Ordering::Release);
         }
         Ok(())
     }
@@ -118,20 +117,55 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         }
         for (i, &block) in blocks.iter().enumerate() {
             if let Err(error) = self.begin_eviction(block) {
-                for &block in &blocks[..i] {
-                    // Relaxed load: the block is this call's alone. Release as in `claim`.
-                    let cell = &self.states[block.id().0 as usize];
-                    let state = State::unpack(cell.load(Ordering::Relaxed));
-                    cell.store(State { kind: Kind::Indexed, ..state }.pack(), Ordering::Release);
-                }
+                self.end_eviction(&blocks[..i]);
                 return Err(error);
             }
         }
+        self.free_evicted(blocks);
+        Ok(())
+    }
+
+    /// [`BlockPool::evict`] for the index, which keeps every other eviction of these blocks out by its locks: no exchange
+    /// a block is needed, and a block named twice is seen all the same.
+    ///
+    /// # Errors
+    /// As [`BlockPool::evict`].
+    pub(crate) fn evict_own(&self, blocks: &[BlockHandle]) -> Result<()> {
+        for (i, &block) in blocks.iter().enumerate() {
+            if let Err(error) = self.mark_evicted(block) {
+                self.end_eviction(&blocks[..i]);
+                return Err(error);
+            }
+        }
+        self.free_evicted(blocks);
+        Ok(())
+    }
+
+    fn mark_evicted(&self, block: BlockHandle) -> Result<()> {
+        let cell = &self.states[self.checked_id(block)? as usize];
+        // Relaxed load: only an eviction changes an indexed block's word, and this is the only one. Release as in `claim`.
+        let word = cell.load(Ordering::Relaxed);
+        if !State::is_indexed(word, block) {
+            return Err(State::unpack(word).fault(block));
+        }
+        cell.store(State::dropped(word), Ordering::Release);
+        Ok(())
+    }
+
+    /// Gives blocks whose eviction is called off back to the index.
+    fn end_eviction(&self, blocks: &[BlockHandle]) {
+        for block in blocks {
+            // Relaxed load: the block is this call's alone. Release as in `claim`.
+            let cell = &self.states[block.id().0 as usize];
+            cell.store(State::indexed(cell.load(Ordering::Relaxed)), Ordering::Release);
+        }
+    }
+
+    fn free_evicted(&self, blocks: &[BlockHandle]) {
         self.free_detached(blocks, |account, count| {
             self.count_cached(account, -i64::from(count));
             self.accounts.permits.give(Permits { free: count, shared: 0 });
         });
-        Ok(())
     }
 
     /// Makes an indexed block this call's alone: of two evictions of one block, one fails here.
@@ -150,5 +184,35 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         }
         self.exchange(block, evicting)?;
         Ok(())
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::block_pool::{PoolConfig, Quota};
+    use crate::ids::BlockId;
+
+    #[test]
+    fn test_the_indexs_own_eviction_refuses_what_any_eviction_refuses_and_changes_nothing() {
+        let pool = BlockPool::new(PoolConfig { num_blocks: 64, ..PoolConfig::default() }).unwrap();
+        let account = pool.add_account(Quota { guaranteed: 0, limit: 64 }).unwrap();
+        let mut blocks = [BlockHandle::new(0, BlockId(0)); 40];
+        pool.allocate(account, &mut blocks).unwrap();
+        let (indexed, held) = blocks.split_at(30);
+        pool.index_blocks(indexed).unwrap();
+        pool.unhold_cached(account, 30).unwrap();
+        let before = pool.stats();
+        let stale = BlockHandle::new(indexed[3].generation() + 1, indexed[3].id());
+        let unknown = BlockHandle::new(0, BlockId(64));
+        for bad in [indexed[0], held[0], stale, unknown] {
+            assert!(pool.evict_own(&[indexed[0], indexed[1], indexed[2], bad]).is_err(), "{bad:?}");
+            assert_eq!(pool.stats(), before);
+            pool.check_invariants().unwrap();
+        }
+        pool.evict_own(indexed).unwrap();
+        assert_eq!((pool.stats().free, pool.stats().cached), (54, 0));
+        assert!(pool.evict_own(&indexed[..1]).is_err());
+        pool.check_invariants().unwrap();
     }
 }

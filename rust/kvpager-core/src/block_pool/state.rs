@@ -113,6 +113,27 @@ impl State {
         Self::freed::<FAULT>(word) | kind | word & accounts | epoch & MAX_REFERENCES as u64
     }
 
+    /// The packed word of a block of this generation and account, of another kind and without references.
+    const fn of_kind(word: u64, kind: Kind) -> u64 {
+        let accounts = (MAX_ACCOUNTS as u64 - 1) << REFERENCE_BITS;
+        word & (u64::MAX << 32 | accounts) | (kind as u64) << (REFERENCE_BITS + ACCOUNT_BITS)
+    }
+
+    /// The packed word of a block that is the index's.
+    pub(super) const fn indexed(word: u64) -> u64 {
+        Self::of_kind(word, Kind::Indexed)
+    }
+
+    /// The packed word of an indexed block that is about to be freed.
+    pub(super) const fn dropped(word: u64) -> u64 {
+        Self::of_kind(word, Kind::Dropped)
+    }
+
+    /// Whether a packed word is that of a handle's block, in the index.
+    pub(super) const fn is_indexed(word: u64, block: BlockHandle) -> bool {
+        word >> 32 == block.to_bits() >> 32 && word == Self::indexed(word)
+    }
+
     /// The packed word of a free block in the generation after a packed word's.
     pub(super) const fn freed<const FAULT: u8>(word: u64) -> u64 {
         let generation = (word >> 32) as u32;

@@ -360,7 +360,7 @@ impl PrefixIndex {
             events.removed(namespace, blocks);
         }
         self.evict_homes(blocks);
-        let evicted = self.pool.evict(blocks);
+        let evicted = self.pool.evict_own(blocks);
         debug_assert!(evicted.is_ok(), "unheld blocks of the index can be evicted: {evicted:?}");
     }
 

@@ -216,7 +216,7 @@ impl PyPrefixIndex {
         let prompts: Vec<Tokens<'_>> = prompts
             .iter()
             .enumerate()
-            .map(|(i, prompt)| Tokens::read(prompt, &format!("prompts[{i}]")))
+            .map(|(i, prompt)| Tokens::read(prompt, format_args!("prompts[{i}]")))
             .collect::<PyResult<_>>()?;
         let prompts: Vec<&[u32]> = prompts.iter().map(Tokens::as_slice).collect::<PyResult<_>>()?;
         let found: kvpager_core::Result<Vec<PyMatch>> =

@@ -72,8 +72,10 @@ impl PlaceRef<'_> {
         match (self, is_whole) {
             (Self::One(id), false) => index.match_prefix(id, tokens, blocks).map(Pinned::One),
             (Self::One(id), true) => index.match_whole(id, tokens, blocks).map(Pinned::One),
-            (Self::Chain(chain), false) => index.match_chain(chain, tokens, blocks).map(Pinned::Chain),
-            (Self::Chain(chain), true) => index.match_chain_whole(chain, tokens, blocks).map(Pinned::Chain),
+            (Self::Chain(chain), false) => index.match_chain(chain, tokens, blocks).map(Pinned::of_chain),
+            (Self::Chain(chain), true) => {
+                index.match_chain_whole(chain, tokens, blocks).map(Pinned::of_chain)
+            }
         }
     }
 
@@ -88,7 +90,7 @@ impl PlaceRef<'_> {
                 index.insert_prefix(id, tokens, blocks).map(|(pin, found)| (Pinned::One(pin), found))
             }
             Self::Chain(chain) => {
-                index.insert_chain(chain, tokens, blocks).map(|(pin, found)| (Pinned::Chain(pin), found))
+                index.insert_chain(chain, tokens, blocks).map(|(pin, found)| (Pinned::of_chain(pin), found))
             }
         }
     }
@@ -97,10 +99,15 @@ impl PlaceRef<'_> {
 /// What an unreleased match holds.
 pub(super) enum Pinned {
     One(Pin),
-    Chain(ChainPin),
+    /// Apart: it is rare, and larger than the rest of a match.
+    Chain(Box<ChainPin>),
 }
 
 impl Pinned {
+    fn of_chain(pin: ChainPin) -> Self {
+        Self::Chain(Box::new(pin))
+    }
+
     pub(super) fn num_blocks(&self) -> usize {
         match self {
             Self::One(pin) => pin.num_blocks(),

@@ -5,6 +5,7 @@ use crate::error::invalid;
 use kvpager_core::prefix_index::Item;
 use numpy::{PyArray1, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
+use std::fmt::Display;
 
 /// Items of a prompt as Python has them: (offset, digest).
 pub(crate) fn items(pairs: Option<Vec<(u32, Vec<u8>)>>) -> Vec<Item> {
@@ -22,14 +23,14 @@ pub(super) enum Tokens<'py> {
 
 impl<'py> Tokens<'py> {
     /// Reads one prompt. `name` is the argument's name, for errors.
-    pub(super) fn read(object: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
+    pub(super) fn read(object: &Bound<'py, PyAny>, name: impl Display) -> PyResult<Self> {
         if let Ok(array) = object.cast::<PyArray1<u32>>()
             && array.is_c_contiguous()
             && array.data().is_aligned()
         {
             return Ok(Self::Borrowed(array.clone()));
         }
-        Ok(Self::Converted(read_ints(object, name)?))
+        Ok(Self::Converted(read_ints(object, &name.to_string())?))
     }
 
     /// The ids.
