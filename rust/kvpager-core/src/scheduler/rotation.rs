@@ -78,6 +78,11 @@ impl Core {
             if compartment_of(id) != compartment || !self.has_row(compartment) {
                 break;
             }
+            if self.has_moved(sequence) {
+                // This very step takes its tail out: it comes back in a later one.
+                position += 1;
+                continue;
+            }
             let need = self.blocks_to_return(sequence);
             let room = self.room_of(compartment)?;
             let called = self.compartments[compartment].called;
