@@ -39,8 +39,8 @@ test: setup test-rust test-python ## Set up and run every test.
 test-rust: ## Rust unit, property and integration tests.
 	cargo test --workspace --profile checked
 
-test-loom: ## Every interleaving of small models of the block pool; random schedules of larger ones.
-	RUSTFLAGS="--cfg loom" cargo test -p kvpager-core --profile models --target-dir target/loom --test block_pool_loom
+test-loom: ## Every interleaving of small models of the block pool and of pins in the index; random schedules of larger ones.
+	RUSTFLAGS="--cfg loom" cargo test -p kvpager-core --profile models --target-dir target/loom --test block_pool_loom --test prefix_index_loom
 	RUSTFLAGS="--cfg shuttle" cargo test -p kvpager-core --profile models --target-dir target/shuttle --test block_pool_shuttle
 
 TSAN = RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" cargo test \

@@ -670,7 +670,14 @@ class EventBatch:
         """Where they happened: [E], uint32."""
     @property
     def kinds(self) -> npt.NDArray[np.uint8]:
-        """What happened: [E], uint8; 0 stored, 1 removed (children before parents), 2 namespace cleared."""
+        """What happened: [E], uint8.
+
+        0 stored, 1 removed (children before parents), 2 namespace cleared; of further layer groups 3 attached
+        (the group has its block where one is stored), 4 detached (before that one is removed).
+        """
+    @property
+    def groups(self) -> npt.NDArray[np.uint32]:
+        """Layer group that was attached or detached, from 1: [E], uint32; 0 for other kinds."""
     @property
     def parents(self) -> npt.NDArray[np.uint8]:
         """Digest that the first block stored continues: [E, 32], uint8; zeros for other kinds."""
@@ -679,7 +686,7 @@ class EventBatch:
         """Event `i` has `digests[digest_start[i]:digest_start[i + 1]]`: [E + 1], int64."""
     @property
     def digests(self) -> npt.NDArray[np.uint8]:
-        """Digests of the blocks stored, one below the other, or removed: [D, 32], uint8."""
+        """Digests of blocks stored, one below the other, removed, or with a group's own: [D, 32], uint8."""
     @property
     def token_start(self) -> npt.NDArray[np.int64]:
         """Event `i` has `tokens[token_start[i]:token_start[i + 1]]`: [E + 1], int64."""
@@ -704,6 +711,15 @@ class Snapshot:
     @property
     def digests(self) -> npt.NDArray[np.uint8]:
         """Digest of each block, parents before children: [B, 32], uint8."""
+    @property
+    def attached_namespaces(self) -> npt.NDArray[np.uint32]:
+        """Namespace of each block at which a further layer group has its own, A of them: [A], uint32."""
+    @property
+    def attached_digests(self) -> npt.NDArray[np.uint8]:
+        """Digest of each of those: [A, 32], uint8."""
+    @property
+    def attached_groups(self) -> npt.NDArray[np.uint32]:
+        """Position of the layer group that has a block there, from 1: [A], uint32."""
     def __len__(self) -> int: ...
 
 @final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -117,12 +118,44 @@ def test_a_prefix_is_reused_in_every_group() -> None:
     assert pool.stats().free == 64
 
 
-def test_what_an_index_cannot_share_is_refused() -> None:
-    with pytest.raises(errors.InvalidArgumentError, match=r"layer_groups\[0\] is sliding over 4 tokens"):
+def test_an_index_without_a_full_group_is_refused_with_the_way_out() -> None:
+    expected = r"layer_groups\[0\] is sliding over 4 tokens.*keeps all"
+    with pytest.raises(errors.InvalidArgumentError, match=expected):
         reusing([("sliding", 4), ("full", None)])
-    _, _, scheduler = reusing(WINDOWED)
-    with pytest.raises(errors.InvalidArgumentError, match="has a group or a public scope"):
-        scheduler.add_tenant("house", scope="group")
+
+
+def test_a_published_prefix_is_found_in_every_group() -> None:
+    pool, index, scheduler = reusing(WINDOWED)
+    house = scheduler.add_tenant("house", scope="public")
+    alice = scheduler.add_tenant("alice", public=house)
+    scheduler.submit(house, range(30), max_tokens=1)
+    commit_samples(scheduler, scheduler.step())
+    index.evict(64)
+    scheduler.submit(alice, [*range(30), 7, 8], max_tokens=1)
+    ended = commit_samples(scheduler, scheduler.step()).finished
+    assert ended[0].cached_tokens == 28
+    assert scheduler.unpublish(house) == 1
+    index.evict(64)
+    assert pool.stats().free == 64
+
+
+def test_events_tell_where_a_group_has_its_blocks() -> None:
+    pool = BlockPool(64)
+    index = PrefixIndex(pool, block_size=4, event_key=bytes(32))
+    scheduler = Scheduler(
+        pool, index, block_size=4, max_model_tokens=128, layer_groups=[("full", None), ("sliding", 4)]
+    )
+    start = index.snapshot()
+    assert (len(start), len(start.attached_groups)) == (0, 0)
+    scheduler.submit(scheduler.add_tenant("alice"), range(9), max_tokens=1)
+    commit_samples(scheduler, scheduler.step())
+    index.evict(64)
+    batch = index.poll_events()
+    assert batch.kinds.tolist() == [0, 3, 3, 4, 4, 1]
+    assert batch.groups.tolist() == [0, 1, 1, 1, 1, 0]
+    digests = [batch.digests[i:j].tolist() for i, j in pairwise(batch.digest_start.tolist())]
+    stored = batch.digests[:2].tolist()
+    assert digests == [stored, stored[:1], stored[1:], stored[:1], stored[1:], stored[::-1]]
 
 
 def allocations_per_step(groups: list[tuple[str, int | None]] | None, *, reuse: bool) -> list[int]:

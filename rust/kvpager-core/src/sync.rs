@@ -1,4 +1,4 @@
-//! The one place that names atomics: std's, or loom's or shuttle's when the crate is built with `--cfg loom` or
+//! The one place that names atomics, and the locks that models step through: std's, or loom's or shuttle's when the crate is built with `--cfg loom` or
 //! `--cfg shuttle`.
 
 #[cfg(loom)]
@@ -15,11 +15,11 @@ pub use std::sync::atomic::{
 };
 
 #[cfg(loom)]
-pub use loom::sync::{Mutex, MutexGuard};
+pub use loom::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 #[cfg(all(shuttle, not(loom)))]
-pub use shuttle::sync::{Mutex, MutexGuard};
+pub use shuttle::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 #[cfg(not(any(loom, shuttle)))]
-pub use std::sync::{Mutex, MutexGuard};
+pub use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Locks a mutex whose data is whole even after a panic.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -4,12 +4,13 @@
 #![cfg(loom)]
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+mod explore;
+
+use explore::{EVERY, explore_up_to};
 use kvpager_core::block_pool::{BlockPool, Magazine, PoolConfig, Quota, faults};
-use kvpager_core::sync::interleave_loads;
 use kvpager_core::{AccountId, BlockHandle, BlockId, Error};
 use loom::cell::UnsafeCell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 type Pool<const F: u8> = Arc<BlockPool<F>>;
 
@@ -31,31 +32,6 @@ impl Payload {
         self.0[block.id().0 as usize].with_mut(|value| unsafe { *value += 1 });
     }
 }
-
-/// Runs a model twice: in every order of its exchanges, with up to so many preemptions, and in the orders of loads
-/// that loom passes over otherwise (see `kvpager_core::sync`), with up to [`MOST`].
-fn explore_up_to(preemptions: usize, model: impl Fn() + Sync + Send + Clone + 'static) {
-    for loads in [false, true] {
-        let mut builder = loom::model::Builder::new();
-        builder.preemption_bound = (loads || preemptions < EVERY).then_some(preemptions.min(MOST));
-        builder.max_branches = 20_000;
-        let executions = Arc::new(AtomicUsize::new(0));
-        let (counter, model) = (Arc::clone(&executions), model.clone());
-        interleave_loads(loads);
-        builder.check(move || {
-            counter.fetch_add(1, Ordering::Relaxed);
-            model();
-        });
-        let executions = executions.load(Ordering::Relaxed);
-        println!("{executions} executions{}", if loads { ", loads interleaved" } else { "" });
-        assert!(!loads || executions > 10, "only {executions} executions: the model hardly interleaves");
-    }
-}
-
-/// No bound on preemptions.
-const EVERY: usize = usize::MAX;
-/// The bound where loads are points of preemption: there are many more of them.
-const MOST: usize = 3;
 
 fn pool<const F: u8>(num_blocks: u32) -> (Pool<F>, AccountId) {
     pool_with_steps(num_blocks, 2)

@@ -2,65 +2,19 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+mod follower;
+
+use follower::Follower;
 use kvpager_core::NamespaceId;
 use kvpager_core::block_pool::{BlockPool, PoolConfig, Quota};
 use kvpager_core::prefix_index::{
-    Digest, EventBatch, EventConfig, EventKind, EvictionPolicy, Fingerprint, IndexConfig, Pin, PrefixIndex,
+    EventBatch, EventConfig, EventKind, EvictionPolicy, Fingerprint, IndexConfig, Pin, PrefixIndex,
     ShareScope, Snapshot,
 };
 use proptest::prelude::*;
-use std::collections::HashMap;
 use std::sync::Arc;
 
 const BLOCK_SIZE: usize = 2;
-
-/// Parent of every known block.
-#[derive(Clone, Debug, Default, PartialEq)]
-struct Follower {
-    parents: HashMap<(NamespaceId, Digest), Digest>,
-    next: u64,
-}
-
-impl Follower {
-    fn from_snapshot(snapshot: &Snapshot) -> Self {
-        let parents = snapshot.blocks.iter().map(|&(id, parent, digest)| ((id, digest), parent)).collect();
-        Self { parents, next: snapshot.next }
-    }
-
-    /// Applies events; false if it has to start again.
-    fn apply(&mut self, batch: &EventBatch) -> bool {
-        if batch.must_resync {
-            return false;
-        }
-        let start = self.next;
-        for event in batch.events.iter().filter(|event| event.number >= start) {
-            assert_eq!(event.number, self.next, "no gaps");
-            self.next += 1;
-            match &event.kind {
-                EventKind::Stored { parent, digests, .. } => {
-                    let mut before = *parent;
-                    for &digest in digests {
-                        let known = self.parents.insert((event.namespace, digest), before);
-                        assert_eq!(known, None, "stored once");
-                        before = digest;
-                    }
-                }
-                EventKind::Removed { digests } => {
-                    for digest in digests {
-                        assert!(self.parents.remove(&(event.namespace, *digest)).is_some(), "removed once");
-                        let is_parent = self
-                            .parents
-                            .iter()
-                            .any(|((id, _), parent)| *id == event.namespace && parent == digest);
-                        assert!(!is_parent, "children go before parents");
-                    }
-                }
-                EventKind::Cleared => self.parents.retain(|(id, _), _| *id != event.namespace),
-            }
-        }
-        true
-    }
-}
 
 fn index(capacity: usize, key: u8, with_tokens: bool) -> (Arc<PrefixIndex>, [NamespaceId; 2]) {
     let pool = BlockPool::new(PoolConfig { num_blocks: 16, ..PoolConfig::default() }).unwrap();

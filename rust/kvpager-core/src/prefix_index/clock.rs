@@ -12,7 +12,7 @@ use crate::ids::{BlockHandle, NamespaceId};
 use crate::sync::Ordering;
 
 /// Nodes passed under one hold of a namespace's locks.
-const MAX_PASSED: usize = 256;
+const MAX_PASSED: usize = MAX_PIECE;
 
 /// What the hand found in one piece.
 enum Sweep {
@@ -26,41 +26,57 @@ enum Sweep {
 
 impl Evictor {
     /// Evicts up to `num_blocks` of whom it may; returns how many were evicted.
+    ///
+    /// Others may move the hand between two pieces. What they pass loses its mark, and what they find without one they
+    /// take, so it does not matter whose round it is.
     pub(super) fn evict_by_clock(&self, index: &PrefixIndex, whose: Whose, num_blocks: usize) -> usize {
-        let mut state = self.current();
-        let round = state.lanes.iter().map(|lane| lane.active.len()).sum::<usize>();
-        let (mut total, mut num_ended) = (0, 0);
-        // The first round may begin in the middle of a namespace, and the last must be a whole one.
-        while total < num_blocks && num_ended <= 3 * round + 1 {
-            let Some((lane, allowance)) = state.clock_lane(index, whose) else { break };
-            let Some(&id) = state.lanes[lane].active.first() else { break };
-            let wanted = (num_blocks - total).min(MAX_PIECE).min(allowance);
-            let ignores_marks = num_ended > 2 * round;
-            let State { lanes, taken, clock_lane, .. } = &mut *state;
-            taken.clear();
-            let sweep = sweep(index, id, wanted, ignores_marks, taken);
-            total += taken.len();
-            let lane = &mut lanes[lane];
-            match sweep {
-                Sweep::Stopped => continue,
-                Sweep::Ended => lane.active.rotate_left(1),
-                Sweep::Empty => drop(lane.active.remove(0)),
+        let (mut num_ended, mut round) = (0, None);
+        self.in_pieces(num_blocks, |state, wanted| {
+            let all = || state.lanes.iter().map(|lane| lane.active.len()).sum::<usize>();
+            let round = *round.get_or_insert_with(all);
+            // The first round may begin in the middle of a namespace, and the last must be a whole one.
+            if num_ended > 3 * round + 1 {
+                return None;
             }
-            num_ended += 1;
-            if matches!(whose, Whose::Own(_)) {
-                continue;
-            }
-            lane.num_ended += 1;
-            if lane.num_ended >= lane.active.len() {
-                lane.num_ended = 0;
-                *clock_lane += 1;
-            }
-        }
-        total
+            let (num_blocks, has_ended) = state.move_on(index, whose, wanted, num_ended > 2 * round)?;
+            num_ended += usize::from(has_ended);
+            Some(num_blocks)
+        })
     }
 }
 
 impl State {
+    /// Moves the hand of the lane whose turn it is, for up to `wanted` blocks. Returns how many it took, and whether it
+    /// came to the end of a namespace; none if nobody may give.
+    fn move_on(
+        &mut self,
+        index: &PrefixIndex,
+        whose: Whose,
+        wanted: usize,
+        ignores_marks: bool,
+    ) -> Option<(usize, bool)> {
+        let (lane, allowance) = self.clock_lane(index, whose)?;
+        let &id = self.lanes[lane].active.first()?;
+        self.taken.clear();
+        let sweep = sweep(index, id, wanted.min(allowance), ignores_marks, &mut self.taken);
+        let num_blocks = self.taken.len();
+        let lane = &mut self.lanes[lane];
+        match sweep {
+            Sweep::Stopped => return Some((num_blocks, false)),
+            Sweep::Ended => lane.active.rotate_left(1),
+            Sweep::Empty => drop(lane.active.remove(0)),
+        }
+        if matches!(whose, Whose::Own(_)) {
+            return Some((num_blocks, true));
+        }
+        lane.num_ended += 1;
+        if lane.num_ended >= lane.active.len() {
+            lane.num_ended = 0;
+            self.clock_lane += 1;
+        }
+        Some((num_blocks, true))
+    }
+
     /// The lane whose turn it is of those that may give, and how much it may.
     fn clock_lane(&mut self, index: &PrefixIndex, whose: Whose) -> Option<(usize, usize)> {
         let count = self.lanes.len();
@@ -92,7 +108,7 @@ fn sweep(
     let mut tree = namespace.write_tree();
     let sweep = tree.move_hand(wanted, ignores_marks, |tree, node| index.is_fenced(tree, node), taken);
     index.merge_seams_in(namespace, &mut tree, taken.len());
-    index.evicted(id, taken);
+    index.evicted((id, namespace), taken);
     if tree.num_children() > 0 {
         return sweep;
     }

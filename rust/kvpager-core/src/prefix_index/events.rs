@@ -11,6 +11,7 @@ use super::token_arena::TokenArena;
 use super::tree::Tree;
 use crate::error::Result;
 use crate::ids::{BlockHandle, NamespaceId};
+use crate::sync::Ordering;
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -19,7 +20,8 @@ pub type Digest = [u8; 32];
 
 /// What stands for a block that no follower knows: its prefix was cleared.
 const UNKNOWN: Digest = [0; 32];
-const DIGEST_WORDS: usize = 8;
+/// Of a block's row: its digest, and how often its namespace had been purged when it was stored.
+const ROW_WORDS: usize = 9;
 
 /// Settings of the event stream.
 #[derive(Clone, Debug)]
@@ -51,6 +53,20 @@ pub enum EventKind {
     },
     /// Nothing of the namespace is matchable any more.
     Cleared,
+    /// A further layer group has its blocks at these of the first group, which are stored.
+    Attached {
+        /// Position of the group in the model's list, from 1.
+        group: u32,
+        /// Digests of the first group's blocks.
+        digests: Vec<Digest>,
+    },
+    /// A further layer group no longer has its blocks there. Comes before the first group's blocks are removed.
+    Detached {
+        /// Position of the group in the model's list, from 1.
+        group: u32,
+        /// Digests of the first group's blocks.
+        digests: Vec<Digest>,
+    },
 }
 
 /// One numbered event. The medium is always the device.
@@ -80,6 +96,8 @@ pub struct Snapshot {
     pub next: u64,
     /// (namespace, digest of the parent, digest) of every block, parents before children.
     pub blocks: Vec<(NamespaceId, Digest, Digest)>,
+    /// (namespace, digest, group) of every block of the first layer group at which a further one has its own.
+    pub attached: Vec<(NamespaceId, Digest, u32)>,
 }
 
 /// The stream of one index.
@@ -99,14 +117,14 @@ struct Buffer {
 
 impl Events {
     pub(super) fn new(config: EventConfig, num_blocks: u32) -> Result<Self> {
-        Ok(Self { config, digests: TokenArena::new(num_blocks, DIGEST_WORDS)?, buffer: Mutex::default() })
+        Ok(Self { config, digests: TokenArena::new(num_blocks, ROW_WORDS)?, buffer: Mutex::default() })
     }
 
     fn buffer(&self) -> MutexGuard<'_, Buffer> {
         self.buffer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn push(&self, namespace: NamespaceId, kind: EventKind) {
+    pub(super) fn push(&self, namespace: NamespaceId, kind: EventKind) {
         let mut buffer = self.buffer();
         if buffer.queue.len() >= self.config.capacity {
             buffer.queue.clear();
@@ -128,23 +146,32 @@ impl Events {
         self.buffer().next
     }
 
-    /// Digest of a block of the tree whose lock the caller has.
-    fn digest(&self, block: BlockHandle) -> Digest {
+    /// Digest of a block of the tree whose lock the caller has; `UNKNOWN` if its prefix was cleared since.
+    fn digest(&self, namespace: &Namespace, block: BlockHandle) -> Digest {
         let mut digest = UNKNOWN;
         // SAFETY: every caller has the lock of the tree that the block is in, and passes its own blocks only.
         let row = unsafe { self.digests.row(block.id()) };
+        if row[ROW_WORDS - 1] != num_purges(namespace) {
+            return UNKNOWN;
+        }
         for (bytes, word) in digest.chunks_exact_mut(4).zip(row) {
             bytes.copy_from_slice(&word.to_le_bytes());
         }
         digest
     }
 
+    /// The same, unless no follower knows the block.
+    pub(super) fn known(&self, namespace: &Namespace, block: BlockHandle) -> Option<Digest> {
+        Some(self.digest(namespace, block)).filter(|digest| *digest != UNKNOWN)
+    }
+
     /// Writes a digest under the exclusive lock of the tree that the block is in.
-    fn set_digest(&self, block: BlockHandle, digest: &Digest) {
-        let mut row = [0u32; DIGEST_WORDS];
+    fn set_digest(&self, namespace: &Namespace, block: BlockHandle, digest: &Digest) {
+        let mut row = [0u32; ROW_WORDS];
         for (word, bytes) in row.iter_mut().zip(digest.chunks_exact(4)) {
             *word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         }
+        row[ROW_WORDS - 1] = num_purges(namespace);
         // SAFETY: every caller has the exclusive lock of the tree that the block is in, so nobody reads the row.
         unsafe { self.digests.write_rows(block.id(), 1, &row) };
     }
@@ -152,7 +179,7 @@ impl Events {
     /// Digest of a node's end, which blocks below it continue.
     fn end_of(&self, namespace: &Namespace, tree: &Tree, node: u32) -> Digest {
         if let Some(&last) = tree.node(node).blocks.last() {
-            return self.digest(last);
+            return self.digest(namespace, last);
         }
         let seed = *blake3::keyed_hash(&self.config.key, &namespace.names().identity).as_bytes();
         if node == tree.root() {
@@ -176,14 +203,14 @@ impl Events {
     ) {
         let parent = self.end_of(namespace, tree, parent);
         if parent == UNKNOWN {
-            blocks.iter().for_each(|&block| self.set_digest(block, &UNKNOWN));
+            blocks.iter().for_each(|&block| self.set_digest(namespace, block, &UNKNOWN));
             return;
         }
         let mut digest = parent;
         let rows = tokens.chunks_exact(tokens.len() / blocks.len().max(1));
         let chain = |(&block, row): (&BlockHandle, &[u32])| {
             digest = chain_digest(&self.config.key, &digest, row);
-            self.set_digest(block, &digest);
+            self.set_digest(namespace, block, &digest);
             digest
         };
         let digests = blocks.iter().zip(rows).map(chain).collect();
@@ -192,19 +219,16 @@ impl Events {
     }
 
     /// Blocks were taken out of the tree whose exclusive lock the caller has.
-    pub(super) fn removed(&self, id: NamespaceId, blocks: &[BlockHandle]) {
-        let known = blocks.iter().map(|&block| self.digest(block)).filter(|digest| *digest != UNKNOWN);
-        let digests: Vec<Digest> = known.collect();
+    pub(super) fn removed(&self, (id, namespace): (NamespaceId, &Namespace), blocks: &[BlockHandle]) {
+        let digests: Vec<Digest> = blocks.iter().filter_map(|&block| self.known(namespace, block)).collect();
         if !digests.is_empty() {
             self.push(id, EventKind::Removed { digests });
         }
     }
 
-    /// Everything in the tree, whose exclusive lock the caller has, is about to be cut off.
-    pub(super) fn cleared(&self, id: NamespaceId, tree: &Tree) {
-        for node in (0..tree.num_slots()).filter(|&node| tree.is_live(node)) {
-            tree.node(node).blocks.iter().for_each(|&block| self.set_digest(block, &UNKNOWN));
-        }
+    /// Everything in a tree, whose exclusive lock the caller has, is about to be cut off: what is stored there by then
+    /// is of an earlier purge.
+    pub(super) fn cleared(&self, id: NamespaceId) {
         self.push(id, EventKind::Cleared);
     }
 
@@ -219,15 +243,19 @@ impl Events {
             let mut parent = self.end_of(namespace, tree, node);
             for child in std::mem::take(&mut children[node as usize]) {
                 for &block in &tree.node(child).blocks {
-                    let digest = self.digest(block);
-                    if digest != UNKNOWN {
-                        out.blocks.push((id, parent, digest));
-                    }
-                    parent = digest;
+                    let digest = self.known(namespace, block);
+                    out.blocks.extend(digest.map(|digest| (id, parent, digest)));
+                    parent = digest.unwrap_or(UNKNOWN);
                 }
                 parent = self.end_of(namespace, tree, node);
                 open.push(child);
             }
         }
     }
+}
+
+/// How often everything of a namespace was cut off. The caller has its tree's lock.
+pub(super) fn num_purges(namespace: &Namespace) -> u32 {
+    // Relaxed: changes under the tree's exclusive lock only.
+    namespace.num_purges.load(Ordering::Relaxed)
 }

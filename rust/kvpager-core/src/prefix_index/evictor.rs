@@ -10,13 +10,14 @@
 
 use super::PrefixIndex;
 use super::isolation::Isolation;
+use super::waiting::Waiting;
 use crate::block_pool::BlockPool;
 use crate::ids::{AccountId, BlockHandle, NamespaceId};
 use crate::sync::Ordering;
 use crossbeam_queue::SegQueue;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 
 /// Blocks taken from a namespace under one hold of its locks.
 pub(super) const MAX_PIECE: usize = 64;
@@ -37,6 +38,8 @@ pub(super) enum Whose {
 pub(super) struct Evictor {
     arrivals: SegQueue<(AccountId, NamespaceId)>,
     state: Mutex<State>,
+    /// Those who wait for the state.
+    num_waiting: Waiting,
 }
 
 /// The namespaces of one account that have something to give.
@@ -44,6 +47,8 @@ pub(super) struct Evictor {
 pub(super) struct Lane {
     /// (lower bound of the oldest stamp, namespace), least first.
     heap: BinaryHeap<Reverse<(u64, u32)>>,
+    /// Entries whose oldest block an open step may still read, set aside until the next call.
+    fenced: Vec<Reverse<(u64, u32)>>,
     /// The same namespaces, for policies that do not order them.
     pub(super) active: Vec<NamespaceId>,
     /// Namespaces that the hand of `clock` went through in this turn of the account.
@@ -71,7 +76,8 @@ struct Look {
 
 impl Evictor {
     pub(super) fn new() -> Self {
-        Self { arrivals: SegQueue::new(), state: Mutex::new(State::default()) }
+        let state = Mutex::new(State::default());
+        Self { arrivals: SegQueue::new(), state, num_waiting: Waiting::default() }
     }
 
     /// Announces a namespace whose list is no longer empty. Never waits.
@@ -80,7 +86,11 @@ impl Evictor {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => self.num_waiting.count(|| self.state.lock()),
+        }
     }
 
     pub(super) fn set_isolation(&self, account: AccountId, isolation: Isolation) {
@@ -102,34 +112,41 @@ impl Evictor {
         state
     }
 
-    /// Evicts up to `num_blocks` in order of release, over the namespaces of whom it may; returns how many.
-    pub(super) fn evict(&self, index: &PrefixIndex, whose: Whose, num_blocks: usize) -> usize {
-        let pool = &index.pool;
-        let mut state = self.current();
-        let mut fenced = Vec::new();
+    /// Calls `take` with the state and how many blocks are wanted at once, until there are `num_blocks` or it finds
+    /// nothing more. Between two calls nobody has the lock: whoever evicts for another account waits for one piece.
+    pub(super) fn in_pieces(
+        &self,
+        num_blocks: usize,
+        mut take: impl FnMut(&mut State, usize) -> Option<usize>,
+    ) -> usize {
         let mut total = 0;
         while total < num_blocks {
-            let Some((lane, allowance)) = state.least_lane(pool, whose) else { break };
-            let Some(Reverse((_, namespace))) = state.lanes[lane].heap.pop() else { break };
-            let bound =
-                state.least_lane(pool, whose).map_or(u64::MAX, |(other, _)| state.lanes[other].bound());
-            let wanted = (num_blocks - total).min(MAX_PIECE).min(allowance);
-            let look = state.take(index, NamespaceId(namespace), wanted, bound);
-            total += look.num_blocks;
-            match look.oldest {
-                Some(stamp) if look.is_fenced => fenced.push((lane, Reverse((stamp, namespace)))),
-                Some(stamp) => state.lanes[lane].heap.push(Reverse((stamp, namespace))),
-                None => {}
-            }
-        }
-        for (lane, entry) in fenced {
-            state.lanes[lane].heap.push(entry);
+            let taken = take(&mut self.current(), (num_blocks - total).min(MAX_PIECE));
+            let Some(taken) = taken else { break };
+            total += taken;
+            self.num_waiting.let_in();
         }
         total
+    }
+
+    /// Evicts up to `num_blocks` in order of release, over the namespaces of whom it may; returns how many.
+    pub(super) fn evict(&self, index: &PrefixIndex, whose: Whose, num_blocks: usize) -> usize {
+        let mut is_first = true;
+        self.in_pieces(num_blocks, |state, wanted| {
+            if std::mem::take(&mut is_first) {
+                state.lanes.iter_mut().for_each(Lane::look_at_fenced);
+            }
+            state.take_oldest(index, whose, wanted)
+        })
     }
 }
 
 impl Lane {
+    /// Steps may have closed since what was set aside was looked at.
+    fn look_at_fenced(&mut self) {
+        self.heap.extend(self.fenced.drain(..));
+    }
+
     /// Lower bound of the oldest stamp.
     fn bound(&self) -> u64 {
         self.heap.peek().map_or(u64::MAX, |Reverse((stamp, _))| *stamp)
@@ -183,6 +200,21 @@ impl State {
         allowed.min().map(|(_, index, allowance)| (index, allowance))
     }
 
+    /// Takes up to `wanted` blocks from the namespace that has the oldest; none if there is none that may give.
+    fn take_oldest(&mut self, index: &PrefixIndex, whose: Whose, wanted: usize) -> Option<usize> {
+        let (lane, allowance) = self.least_lane(&index.pool, whose)?;
+        let Reverse((_, namespace)) = self.lanes[lane].heap.pop()?;
+        let bound =
+            self.least_lane(&index.pool, whose).map_or(u64::MAX, |(other, _)| self.lanes[other].bound());
+        let look = self.take(index, NamespaceId(namespace), wanted.min(allowance), bound);
+        match look.oldest {
+            Some(stamp) if look.is_fenced => self.lanes[lane].fenced.push(Reverse((stamp, namespace))),
+            Some(stamp) => self.lanes[lane].heap.push(Reverse((stamp, namespace))),
+            None => {}
+        }
+        Some(look.num_blocks)
+    }
+
     /// Takes up to `wanted` blocks that were released at `bound` or before.
     fn take(&mut self, index: &PrefixIndex, id: NamespaceId, wanted: usize, bound: u64) -> Look {
         let mut look = Look { num_blocks: 0, oldest: None, is_fenced: false };
@@ -208,7 +240,7 @@ impl State {
             namespace.is_queued.store(false, Ordering::Relaxed);
         }
         index.merge_seams(&mut tree, &mut order, look.num_blocks);
-        index.evicted(id, &self.taken);
+        index.evicted((id, namespace), &self.taken);
         look
     }
 }

@@ -183,7 +183,7 @@ impl PrefixIndex {
             unsafe { self.arena.write_rows(first.id(), run, written) };
             (rest, rows) = (&rest[run..], others);
         }
-        if let Some(events) = &self.events {
+        if let Some(events) = self.events() {
             events.stored((pin.namespace, namespace), tree, pin.node, blocks, tokens);
         }
         let num_blocks = blocks.len() as u32;

@@ -1,8 +1,9 @@
 //! The table that interns (scope, fingerprint) to an integer, and gives the namespaces of old salts to new ones.
 //!
 //! A client chooses its salts, so there may be any number of them. Each account has at most `max_salts` namespaces
-//! of salts at once; beyond that the one used longest ago that nobody has pinned is emptied and renamed. The
-//! number of a namespace has its *generation*, so a number from before is refused, never taken for another salt's.
+//! of salts at once; beyond that the one used longest ago that nobody has pinned is emptied, piece by piece and
+//! without the table's lock, and renamed. The number of a namespace has its *generation*, so a number from before is
+//! refused, never taken for another salt's.
 
 use super::PrefixIndex;
 use super::fingerprint::Fingerprint;
@@ -12,7 +13,8 @@ use super::scope::ShareScope;
 use crate::error::{Error, Result};
 use crate::ids::{AccountId, NamespaceId};
 use crate::sync::{AtomicU32, Ordering};
-use std::collections::HashMap;
+use arrayvec::ArrayVec;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Buckets of doubling size, so that a namespace never moves and is found without a lock.
@@ -43,9 +45,36 @@ struct Interned {
     num_slots: u32,
     /// Counts interning calls: the time of a use.
     num_calls: u64,
-    /// Time of the last use of each salted namespace, by account.
-    salts: HashMap<AccountId, HashMap<NamespaceId, u64>>,
+    /// Salted namespaces, by account.
+    salts: HashMap<AccountId, Salts>,
     num_reclaimed: u64,
+}
+
+/// The salted namespaces of an account, by the time of their last use.
+#[derive(Default)]
+struct Salts {
+    times: HashMap<NamespaceId, u64>,
+    by_time: BTreeMap<u64, NamespaceId>,
+}
+
+impl Salts {
+    fn touch(&mut self, id: NamespaceId, now: u64) {
+        self.remove(id);
+        self.times.insert(id, now);
+        self.by_time.insert(now, id);
+    }
+
+    fn remove(&mut self, id: NamespaceId) -> bool {
+        let time = self.times.remove(&id);
+        time.is_some_and(|time| self.by_time.remove(&time).is_some())
+    }
+}
+
+/// What [`Namespaces::intern`] came to.
+enum Interning {
+    Done(NamespaceId),
+    /// The account has its limit of salts: these are the ones used longest ago, of so many.
+    Full(ArrayVec<NamespaceId, MAX_TRIED>, usize),
 }
 
 /// Counts of namespaces that clients' salts made.
@@ -59,6 +88,15 @@ pub struct SaltStats {
     pub num_reclaimed: u64,
 }
 
+impl Interned {
+    fn full(&self, account: AccountId) -> Interning {
+        let Some(salts) = self.salts.get(&account) else { return Interning::Full(ArrayVec::new(), 0) };
+        let is_renamable = |id: &NamespaceId| id.0 >> SLOT_BITS < MAX_GENERATION;
+        let oldest = salts.by_time.values().copied().filter(is_renamable).take(MAX_TRIED);
+        Interning::Full(oldest.collect(), salts.times.len())
+    }
+}
+
 impl Namespaces {
     pub(super) fn new(num_lists: usize) -> Self {
         let buckets = [const { OnceLock::new() }; NUM_BUCKETS];
@@ -70,20 +108,20 @@ impl Namespaces {
         self.interned.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The integer of (scope, fingerprint), the same at every call. `empty` empties a namespace if nobody uses it.
+    /// The integer of (scope, fingerprint), the same at every call. A new salt beyond the account's limit gets the place
+    /// of `emptied`, if nobody has used that since.
     fn intern(
         &self,
-        names: Names,
+        names: &Names,
         account: AccountId,
-        learner: Option<Arc<Mutex<Learner>>>,
-        empty: impl Fn(NamespaceId, &Namespace, Names) -> std::result::Result<(), Names>,
-    ) -> Result<NamespaceId> {
+        learner: Option<&Arc<Mutex<Learner>>>,
+        emptied: Option<NamespaceId>,
+    ) -> Result<Interning> {
         let mut interned = self.interned();
         interned.num_calls += 1;
         let now = interned.num_calls;
         let is_salted = matches!(names.scope, ShareScope::Salted { .. });
-        let identity = names.identity.clone();
-        if let Some(&known) = interned.ids.get(&identity) {
+        if let Some(&known) = interned.ids.get(&names.identity) {
             let charged = self.get(known)?.account;
             if charged != account {
                 return Err(Error::invalid(format!(
@@ -91,22 +129,25 @@ impl Namespaces {
                 )));
             }
             if is_salted {
-                interned.salts.entry(account).or_default().insert(known, now);
+                interned.salts.entry(account).or_default().touch(known, now);
             }
-            return Ok(known);
+            return Ok(Interning::Done(known));
         }
-        let num_salts = interned.salts.get(&account).map_or(0, HashMap::len);
+        let num_salts = interned.salts.get(&account).map_or(0, |salts| salts.times.len());
         // Relaxed: a limit guards no memory.
         let id = if is_salted && num_salts >= self.max_salts.load(Ordering::Relaxed) as usize {
-            self.reuse(&mut interned, names, account, empty)?
+            match emptied.and_then(|id| self.reuse(&mut interned, id, names, account)) {
+                Some(id) => id,
+                None => return Ok(interned.full(account)),
+            }
         } else {
-            self.add(&mut interned, names, account, learner)?
+            self.add(&mut interned, names.clone(), account, learner.cloned())?
         };
-        interned.ids.insert(identity, id);
+        interned.ids.insert(names.identity.clone(), id);
         if is_salted {
-            interned.salts.entry(account).or_default().insert(id, now);
+            interned.salts.entry(account).or_default().touch(id, now);
         }
-        Ok(id)
+        Ok(Interning::Done(id))
     }
 
     fn add(
@@ -128,41 +169,24 @@ impl Namespaces {
         Ok(id)
     }
 
-    /// Renames the salted namespace of the account that was used longest ago and can be emptied.
+    /// Renames a salted namespace of the account that was emptied, unless something is in it again.
     fn reuse(
         &self,
         interned: &mut Interned,
-        mut names: Names,
+        id: NamespaceId,
+        names: &Names,
         account: AccountId,
-        empty: impl Fn(NamespaceId, &Namespace, Names) -> std::result::Result<(), Names>,
-    ) -> Result<NamespaceId> {
-        let salts = interned.salts.entry(account).or_default();
-        let mut oldest: Vec<(u64, NamespaceId)> = salts.iter().map(|(&id, &used)| (used, id)).collect();
-        oldest.sort_unstable();
-        let limit = oldest.len();
-        for &(_, id) in oldest.iter().take(MAX_TRIED) {
-            let namespace = self.get(id)?;
-            if namespace.generation() == MAX_GENERATION {
-                continue;
-            }
-            let before = namespace.names().identity.clone();
-            match empty(id, namespace, names) {
-                Ok(()) => {
-                    interned.ids.remove(&before);
-                    salts.remove(&id);
-                    interned.num_reclaimed += 1;
-                    return Ok(NamespaceId(id.0 + (1 << SLOT_BITS)));
-                }
-                Err(back) => names = back,
-            }
+    ) -> Option<NamespaceId> {
+        let namespace = self.get(id).ok()?;
+        let salts = interned.salts.get_mut(&account)?;
+        let before = namespace.names().identity.clone();
+        if !salts.times.contains_key(&id) || !namespace.rename_if_empty(names.clone()) {
+            return None;
         }
-        Err(Error::Refused {
-            reason: format!(
-                "account {account} has {limit} namespaces of salts, the limit, and those used longest ago are in use"
-            ),
-            retryable: true,
-            retry_after_steps: None,
-        })
+        salts.remove(id);
+        interned.ids.remove(&before);
+        interned.num_reclaimed += 1;
+        Some(NamespaceId(id.0 + (1 << SLOT_BITS)))
     }
 
     fn position(id: NamespaceId) -> (usize, usize) {
@@ -239,8 +263,25 @@ impl PrefixIndex {
         self.pool.quota(account)?;
         let learner = self.learned.as_ref().map(|learned| learned.of(account));
         let names = Names::new(scope, fingerprint);
-        self.namespaces
-            .intern(names, account, learner, |id, namespace, names| self.rename_unused(id, namespace, names))
+        let intern = |emptied| self.namespaces.intern(&names, account, learner.as_ref(), emptied);
+        let (oldest, limit) = match intern(None)? {
+            Interning::Done(id) => return Ok(id),
+            Interning::Full(oldest, limit) => (oldest, limit),
+        };
+        for id in oldest {
+            if self.empty_unused(id)
+                && let Interning::Done(id) = intern(Some(id))?
+            {
+                return Ok(id);
+            }
+        }
+        Err(Error::Refused {
+            reason: format!(
+                "account {account} has {limit} namespaces of salts, the limit, and those used longest ago are in use"
+            ),
+            retryable: true,
+            retry_after_steps: None,
+        })
     }
 
     /// Sets how many namespaces of salts an account may have at once. Those above it stay until they are reused.
@@ -257,7 +298,7 @@ impl PrefixIndex {
         self.pool.quota(account)?;
         let interned = self.namespaces.interned();
         Ok(SaltStats {
-            num_salted: interned.salts.get(&account).map_or(0, HashMap::len),
+            num_salted: interned.salts.get(&account).map_or(0, |salts| salts.times.len()),
             max_salted: self.namespaces.max_salts.load(Ordering::Relaxed),
             num_reclaimed: interned.num_reclaimed,
         })

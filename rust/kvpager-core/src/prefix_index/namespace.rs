@@ -6,12 +6,16 @@ use super::learned::Learner;
 use super::order::Order;
 use super::scope::ShareScope;
 use super::tree::Tree;
+use super::waiting::Waiting;
 use crate::ids::AccountId;
-use crate::sync::{AtomicBool, AtomicU32, Ordering};
+use crate::sync::{
+    AtomicBool, AtomicU32, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard,
+};
 use crossbeam_utils::CachePadded;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, PoisonError, TryLockError};
 
 /// Who shares, and what must be equal.
+#[derive(Clone)]
 pub(super) struct Names {
     /// Who may share.
     pub(super) scope: ShareScope,
@@ -39,7 +43,7 @@ pub(super) struct Namespace {
     /// Who is charged for its held blocks.
     pub(super) account: AccountId,
     /// What learns from it, under the `learned` policy.
-    pub(super) learner: Option<Arc<Mutex<Learner>>>,
+    pub(super) learner: Option<Arc<std::sync::Mutex<Learner>>>,
     /// Whether only `publish` inserts there.
     pub(super) is_public: bool,
     /// How often it was given to another salt. Changes under both locks.
@@ -51,6 +55,8 @@ pub(super) struct Namespace {
     /// Whether the evictor knows that there may be something unheld. Set under the tree's shared lock, cleared
     /// under the exclusive one.
     pub(super) is_queued: AtomicBool,
+    /// Those who wait for the tree.
+    num_waiting: Waiting,
     // The words of the locks are written by every match: apart from each other and from what is only read.
     tree: RwLock<CachePadded<Tree>>,
     order: CachePadded<Mutex<Order>>,
@@ -60,7 +66,7 @@ impl Namespace {
     pub(super) fn new(
         names: Names,
         account: AccountId,
-        learner: Option<Arc<Mutex<Learner>>>,
+        learner: Option<Arc<std::sync::Mutex<Learner>>>,
         num_lists: usize,
     ) -> Self {
         Self {
@@ -71,6 +77,7 @@ impl Namespace {
             names: RwLock::new(names),
             num_purges: AtomicU32::new(0),
             is_queued: AtomicBool::new(false),
+            num_waiting: Waiting::default(),
             tree: RwLock::new(CachePadded::new(Tree::new())),
             order: CachePadded::new(Mutex::new(Order::new(num_lists))),
         }
@@ -79,15 +86,21 @@ impl Namespace {
     /// How often it was given to another salt.
     #[inline]
     pub(super) fn generation(&self) -> u32 {
-        // Acquire pairs with the Release in `rename`: whoever finds a generation finds its names.
+        // Acquire pairs with the Release in `rename_if_empty`: whoever finds a generation finds its names.
         self.generation.load(Ordering::Acquire)
     }
 
-    /// Gives an empty namespace to another salt. The caller has both locks.
-    pub(super) fn rename(&self, names: Names) {
+    /// Gives the namespace to another salt if nothing is in it and nobody has a pin there.
+    pub(super) fn rename_if_empty(&self, names: Names) -> bool {
+        let tree = self.write_tree();
+        if tree.num_children() > 0 || tree.is_held() {
+            return false;
+        }
+        let _order = self.lock_order();
         *self.names.write().unwrap_or_else(PoisonError::into_inner) = names;
         // Release pairs with the Acquire in `generation`.
         self.generation.fetch_add(1, Ordering::Release);
+        true
     }
 
     pub(super) fn names(&self) -> RwLockReadGuard<'_, Names> {
@@ -96,12 +109,27 @@ impl Namespace {
 
     // A lock is poisoned only by a panic inside the index, which is a bug that has been reported there;
     // refusing every later call would only hide it.
+    #[inline]
     pub(super) fn read_tree(&self) -> RwLockReadGuard<'_, CachePadded<Tree>> {
-        self.tree.read().unwrap_or_else(PoisonError::into_inner)
+        match self.tree.try_read() {
+            Ok(tree) => tree,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => self.num_waiting.count(|| self.tree.read()),
+        }
     }
 
+    #[inline]
     pub(super) fn write_tree(&self) -> RwLockWriteGuard<'_, CachePadded<Tree>> {
-        self.tree.write().unwrap_or_else(PoisonError::into_inner)
+        match self.tree.try_write() {
+            Ok(tree) => tree,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => self.num_waiting.count(|| self.tree.write()),
+        }
+    }
+
+    /// Lets those go first who wait for the tree. To be called without its lock.
+    pub(super) fn let_in(&self) {
+        self.num_waiting.let_in();
     }
 
     pub(super) fn lock_order(&self) -> MutexGuard<'_, Order> {

@@ -37,15 +37,6 @@ impl Tree {
         self.roots.all.contains(&id)
     }
 
-    /// Whether a match can arrive at the node.
-    pub(super) fn is_reachable(&self, id: u32) -> bool {
-        let mut root = id;
-        while !self.is_root(root) {
-            root = self.node(root).parent;
-        }
-        root == self.roots.current || self.roots.continuations.values().any(|&other| other == root)
-    }
-
     /// What a root continues, if it is that of a continuation.
     pub(super) fn key_of(&self, root: u32) -> Option<PrefixKey> {
         self.roots.continuations.iter().find(|&(_, &id)| id == root).map(|(key, _)| *key)
@@ -79,6 +70,7 @@ impl Tree {
     /// Cuts everything off: nothing that is there now can be matched any more.
     pub(super) fn detach_roots(&mut self, order: &mut Order) {
         self.roots.continuations.clear();
+        self.era = self.era.wrapping_add(1);
         self.roots.current = self.add_root(order);
     }
 
@@ -87,6 +79,7 @@ impl Tree {
             self.sweep_roots();
         }
         let id = self.occupy(Node::new(Vec::new(), NO_NODE, 0));
+        self.node_mut(id).era = self.era;
         order.add(id);
         self.roots.all.insert(id);
         id

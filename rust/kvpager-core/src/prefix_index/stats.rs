@@ -31,7 +31,7 @@ impl PrefixIndex {
         let mut stats = NamespaceStats { num_purges, ..NamespaceStats::default() };
         for id in (0..tree.num_slots()).filter(|&id| tree.is_live(id)) {
             let num_blocks = tree.node(id).blocks.len();
-            if num_purges == 0 || tree.is_reachable(id) {
+            if !tree.is_stale(id) {
                 stats.num_nodes += 1;
                 stats.num_blocks += num_blocks;
             } else {

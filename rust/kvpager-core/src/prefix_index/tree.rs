@@ -33,6 +33,8 @@ pub(super) struct Node {
     /// Whether the blocks have consecutive ids, as those that were allocated together have: their rows are one piece of
     /// memory then, and are compared as one without a look at each block.
     pub(super) is_run: bool,
+    /// The tree's era when its root was made.
+    pub(super) era: u8,
     /// Newest step that may still read what was released; 0 if none.
     pub(super) fence: AtomicU64,
 }
@@ -58,6 +60,7 @@ impl Node {
             is_referenced,
             is_seam: false,
             is_run,
+            era: 0,
             fence,
         }
     }
@@ -89,6 +92,9 @@ pub(super) struct Tree {
     /// Every node but the root, by the hash of its parent and its first block.
     children: HashTable<u32>,
     pub(super) roots: Roots,
+    /// Counts how often everything was cut off. Nodes of another era are *stale*: nothing arrives at them. It may come
+    /// round while a pin lasts; what that pin lets go waits for an eviction then, as unreachable as before.
+    pub(super) era: u8,
     /// Where the hand of `clock` stands.
     pub(super) hand: u32,
     pub(super) seams: Seams,
@@ -100,7 +106,7 @@ impl Tree {
     pub(super) fn new() -> Self {
         let root = Node::new(Vec::new(), NO_NODE, 0);
         let (nodes, children, roots) = (vec![root], HashTable::new(), Roots::new(0));
-        Self { nodes, vacant: NO_NODE, children, roots, hand: 0, seams: Seams::default() }
+        Self { nodes, vacant: NO_NODE, children, roots, era: 0, hand: 0, seams: Seams::default() }
     }
 
     /// A node by its index.
@@ -127,6 +133,11 @@ impl Tree {
     /// Whether the slot has a node that is not a root.
     pub(super) fn is_live(&self, id: u32) -> bool {
         !self.node(id).blocks.is_empty()
+    }
+
+    /// Whether a purge cut the node off.
+    pub(super) fn is_stale(&self, id: u32) -> bool {
+        self.node(id).era != self.era
     }
 
     /// Nodes in the table of children, that is all but the roots.
@@ -202,7 +213,8 @@ impl Tree {
     /// Makes a node of `blocks`, whose rows are written, below `parent`, from which it takes a pin over.
     pub(super) fn add_child(&mut self, at: &View<'_>, parent: u32, blocks: Vec<BlockHandle>) -> u32 {
         let hash = at.hash.hash(parent, at.row(blocks[0]));
-        let id = self.occupy(Node::new(blocks, parent, hash));
+        let era = self.node(parent).era;
+        let id = self.occupy(Node { era, ..Node::new(blocks, parent, hash) });
         self.link_child(id);
         // Relaxed: under the exclusive lock. The parent loses the pin and gains a held child: its count stays, unless it
         // is a root.
@@ -235,8 +247,8 @@ impl Tree {
         let mut head_blocks = std::mem::take(&mut node.blocks);
         node.set_blocks(tail);
         head_blocks.shrink_to_fit();
-        let (parent, hash) = (node.parent, node.hash);
-        let head = Node::new(head_blocks, parent, hash);
+        let (parent, hash, era) = (node.parent, node.hash, node.era);
+        let head = Node { era, ..Node::new(head_blocks, parent, hash) };
         // Relaxed: under the exclusive lock.
         head.holds.store(u32::from(node.holds.load(Ordering::Relaxed) > 0), Ordering::Relaxed);
         head.is_referenced.store(node.is_referenced.load(Ordering::Relaxed), Ordering::Relaxed);

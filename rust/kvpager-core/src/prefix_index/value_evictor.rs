@@ -35,43 +35,51 @@ impl Evictor {
         num_blocks: usize,
         values: &dyn Fn(AccountId) -> Values,
     ) -> usize {
+        let pool = &index.pool;
+        let mut lanes: Option<Vec<(usize, Values)>> = None;
+        self.in_pieces(num_blocks, |state, wanted| {
+            let may_give = || {
+                let some = (0..state.lanes.len()).filter(|&lane| state.allowance(pool, whose, lane) > 0);
+                some.map(|lane| (lane, values(AccountId(lane as u32)))).collect()
+            };
+            let lanes = lanes.get_or_insert_with(may_give);
+            state.take_least(index, whose, lanes, wanted)
+        })
+    }
+}
+
+impl State {
+    /// Takes up to `wanted` blocks from the namespace that has the one worth least; none if nobody has any.
+    fn take_least(
+        &mut self,
+        index: &PrefixIndex,
+        whose: Whose,
+        lanes: &mut Vec<(usize, Values)>,
+        wanted: usize,
+    ) -> Option<usize> {
         let PrefixIndex { pool, namespaces, .. } = index;
-        let mut state = self.current();
-        let mut lanes: Vec<(usize, Values)> = (0..state.lanes.len())
-            .filter(|&lane| state.allowance(pool, whose, lane) > 0)
-            .map(|lane| (lane, values(AccountId(lane as u32))))
-            .collect();
-        let mut total = 0;
-        while total < num_blocks && !lanes.is_empty() {
-            let mut ranked: Vec<Ranked> = Vec::new();
-            for (place, (lane, values)) in lanes.iter().enumerate() {
-                let active = &state.lanes[*lane].active;
-                let compared = &active[..active.len().min(MAX_COMPARED)];
-                rank(pool, namespaces, compared, values, place, &mut ranked);
-            }
-            ranked.sort_by(|a, b| a.value.total_cmp(&b.value));
-            let Some(first) = ranked.first() else { break };
-            let bound = ranked.get(1).map_or(f32::INFINITY, |second| second.value);
-            let (lane, values) = &lanes[first.lane];
-            let allowance = state.allowance(pool, whose, *lane);
-            if allowance == 0 {
-                lanes.remove(first.lane);
-                continue;
-            }
-            let wanted = (num_blocks - total).min(MAX_PIECE).min(allowance);
-            let Some(namespace) = namespaces.at(first.namespace) else { break };
-            let State { lanes: all, taken, .. } = &mut *state;
-            taken.clear();
-            let is_left = take(index, namespace, wanted, bound, values, taken);
-            total += taken.len();
-            let active = &mut all[*lane].active;
-            if !is_left {
-                active.retain(|id| *id != first.namespace);
-            } else if active.len() > MAX_COMPARED {
-                active.rotate_left(MAX_COMPARED);
-            }
+        lanes.retain(|(lane, _)| self.allowance(pool, whose, *lane) > 0);
+        let mut ranked: Vec<Ranked> = Vec::new();
+        for (place, (lane, values)) in lanes.iter().enumerate() {
+            let active = &self.lanes[*lane].active;
+            let compared = &active[..active.len().min(MAX_COMPARED)];
+            rank(pool, namespaces, compared, values, place, &mut ranked);
         }
-        total
+        ranked.sort_by(|a, b| a.value.total_cmp(&b.value));
+        let first = ranked.first()?;
+        let bound = ranked.get(1).map_or(f32::INFINITY, |second| second.value);
+        let (lane, values) = &lanes[first.lane];
+        let wanted = wanted.min(self.allowance(pool, whose, *lane));
+        let namespace = namespaces.at(first.namespace)?;
+        self.taken.clear();
+        let is_left = take(index, namespace, wanted, bound, values, &mut self.taken);
+        let active = &mut self.lanes[*lane].active;
+        if !is_left {
+            active.retain(|id| *id != first.namespace);
+        } else if active.len() > MAX_COMPARED {
+            active.rotate_left(MAX_COMPARED);
+        }
+        Some(self.taken.len())
     }
 }
 
@@ -93,11 +101,17 @@ fn rank(
 ) {
     for &id in ids {
         let Some((_, namespace)) = namespaces.at(id) else { continue };
-        let tree = namespace.read_tree();
-        let mut order = namespace.lock_order();
-        let candidates =
-            (0..NUM_CLASSES).filter_map(|class| candidate(pool, &tree, &mut order, class, values));
-        let least = candidates.map(|found| found.value).min_by(f32::total_cmp);
+        let least = loop {
+            let tree = namespace.read_tree();
+            let mut order = namespace.lock_order();
+            let mut parking = MAX_PIECE;
+            let candidates = (0..NUM_CLASSES)
+                .filter_map(|class| candidate(pool, &tree, &mut order, class, values, &mut parking));
+            let least = candidates.map(|found| found.value).min_by(f32::total_cmp);
+            if parking > 0 {
+                break least;
+            }
+        };
         ranked.extend(least.map(|value| Ranked { value, namespace: id, lane }));
     }
 }
@@ -114,9 +128,10 @@ fn take(
     let pool = &index.pool;
     let mut tree = namespace.write_tree();
     let mut order = namespace.lock_order();
+    let mut parking = MAX_PIECE;
     let mut candidates: [Option<Candidate>; NUM_CLASSES] =
-        std::array::from_fn(|class| candidate(pool, &tree, &mut order, class, values));
-    while taken.len() < wanted {
+        std::array::from_fn(|class| candidate(pool, &tree, &mut order, class, values, &mut parking));
+    while taken.len() < wanted && parking > 0 {
         let present = candidates.iter().enumerate().filter_map(|(class, found)| found.map(|c| (class, c)));
         let Some((class, least)) = present.min_by(|a, b| a.1.value.total_cmp(&b.1.value)) else { break };
         if least.value > bound {
@@ -127,26 +142,28 @@ fn take(
         if tail.is_removed {
             order.remove(least.node);
             if let Some(other) = unpark(&tree, &mut order, parent) {
-                candidates[other] = candidate(pool, &tree, &mut order, other, values);
+                candidates[other] = candidate(pool, &tree, &mut order, other, values, &mut parking);
             }
-            candidates[class] = candidate(pool, &tree, &mut order, class, values);
+            candidates[class] = candidate(pool, &tree, &mut order, class, values, &mut parking);
         }
     }
     let is_left = !order.is_empty();
     // Relaxed: under the tree's exclusive lock, which keeps those out who set it.
     namespace.is_queued.store(is_left, Ordering::Relaxed);
     index.merge_seams(&mut tree, &mut order, taken.len());
-    index.evicted(id, taken);
+    index.evicted((id, namespace), taken);
     is_left
 }
 
-/// The leaf of a class that is worth least. Parks nodes at the old end that have children.
+/// The leaf of a class that is worth least. Parks nodes at the old end that have children, `parking` of them at most:
+/// at 0 the answer is none, and the caller lets the locks go before it looks again.
 fn candidate(
     pool: &BlockPool,
     tree: &Tree,
     order: &mut Order,
     class: usize,
     values: &Values,
+    parking: &mut usize,
 ) -> Option<Candidate> {
     let is_leaf = |id: u32| tree.node(id).num_children == 0;
     let (node, stamp) = loop {
@@ -154,6 +171,7 @@ fn candidate(
         if is_leaf(node) {
             break (node, stamp);
         }
+        *parking = parking.checked_sub(1)?;
         order.park(node);
     };
     if tree.is_fenced(node, |epoch| pool.epoch_closed(epoch)) {

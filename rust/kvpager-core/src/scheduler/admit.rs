@@ -11,7 +11,7 @@ use super::policy::{AdmissionRequest, AdmissionRoom, OutputLengths, Trajectory};
 use super::queue::Place;
 use super::request::{FinishReason, WaitingRequest};
 use super::samples::extra_blocks;
-use super::scopes::peek;
+use super::scopes::{Reach, peek};
 use super::sequence::Sequence;
 use crate::block_pool::Reservation;
 use crate::geometry::Span;
@@ -115,7 +115,7 @@ impl Core {
         budget: &mut u32,
     ) -> Result<std::result::Result<(), Error>> {
         loop {
-            match self.try_promise(tenant, place, inbox, budget)? {
+            match self.try_promise(tenant, place, inbox, budget, Reach::All)? {
                 Ok(()) => return Ok(Ok(())),
                 Err(short) => {
                     let Some(waiting) = self.queue.get(tenant, place) else { return Ok(Err(short)) };
@@ -128,14 +128,15 @@ impl Core {
         }
     }
 
-    /// Admits one request if what it needs can be promised to it, and plans its first chunk. Otherwise it
-    /// keeps nothing; the error says what is short.
+    /// Admits one request if what it needs can be promised to it, with what is found within `reach`, and plans its first
+    /// chunk. Otherwise it keeps nothing; the error says what is short.
     fn try_promise(
         &mut self,
         tenant: usize,
         place: Place,
         inbox: &Inbox,
         budget: &mut u32,
+        reach: Reach,
     ) -> Result<std::result::Result<(), Error>> {
         let Some(waiting) = self.queue.get(tenant, place) else { return Ok(Err(nothing_there())) };
         let request = &waiting.request;
@@ -152,7 +153,7 @@ impl Core {
             self.phases.lap(Phase::LookUp);
             return Ok(Err(short));
         }
-        let found = look_up_groups(self.index.as_ref(), request, &self.config, &mut self.scratch);
+        let found = look_up_groups(self.index.as_ref(), request, reach, &self.config, &mut self.scratch);
         self.phases.lap(Phase::LookUp);
         let pin = match found {
             Ok(pin) => pin,
@@ -178,8 +179,15 @@ impl Core {
         }
         let (prompt_tokens, max_tokens) = (waiting.progress.prompt_tokens, waiting.request.max_tokens);
         let mut layers = self.new_layers(prompt_tokens, prompt_tokens + max_tokens);
-        if !self.use_found(layers.as_deref_mut(), &mut reservation)? {
-            return Ok(Err(nothing_there()));
+        match self.use_found(layers.as_deref_mut(), &mut reservation) {
+            Ok(true) => {}
+            Ok(false) => return Ok(Err(nothing_there())),
+            // A shared scope has no room to hold what it has of further groups: the tenant loses the hit.
+            Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. }) if reach == Reach::All => {
+                drop((pin, reservation));
+                return self.try_promise(tenant, place, inbox, budget, Reach::Own);
+            }
+            Err(error) => return Err(error),
         }
         // Only now that what it found is in use, which is not to go for it.
         self.keep_within_limit(&request.tenant)?;

@@ -246,12 +246,13 @@ impl Core {
         own.frees_at = newest.or(own.frees_at);
         self.queue.note_end(sequence.request.tenant.index);
         let pin = sequence.pin.take();
+        let published = self.publish_groups(sequence, pin.as_ref())?;
         let (own, attached) = sequence.take_blocks();
         if let (Some(index), false) = (&self.index, attached.is_empty()) {
             index.leave_all_attached(&attached, sequence.request.tenant.account)?;
         }
         self.pool.release(&own)?;
-        self.let_pin_go(sequence, pin)
+        self.let_pin_go(sequence, pin, published)
     }
 
     /// Gives a sequence the blocks that cover `num_tokens` positions. `Ok(Err(error))` says what is short: the

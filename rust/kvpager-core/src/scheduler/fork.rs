@@ -8,7 +8,7 @@ use super::Scheduler;
 use super::compartments::compartment_of;
 use super::core::{Core, draw};
 use super::inbox::Inbox;
-use super::scopes::find;
+use super::scopes::{Reach, find};
 use super::sequence::Sequence;
 use crate::block_pool::Reservation;
 use crate::ids::{BlockHandle, SequenceId};
@@ -162,7 +162,7 @@ impl Core {
         let indexed = sequence.num_indexed as usize;
         let tokens = &sequence.tokens[..indexed * self.config.block_size as usize];
         self.scratch.clear();
-        let again = find(index, &sequence.request, tokens, &mut self.scratch)?;
+        let again = find(index, &sequence.request, Reach::All, tokens, &mut self.scratch)?;
         if again.is_none() || self.scratch[..] != sequence.blocks[..indexed] {
             return Err(Error::WrongState(format!("the prefix of sequence {} was purged", sequence.id)));
         }

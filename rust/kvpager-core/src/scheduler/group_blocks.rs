@@ -8,7 +8,7 @@
 use super::config::SchedulerConfig;
 use super::core::Core;
 use super::request::Request;
-use super::scopes::{find, look_at};
+use super::scopes::{Reach, TenantScope, find, look_at};
 use super::sequence::Sequence;
 use super::tails::{Keeper, TailBlock};
 use super::tenant::Tenant;
@@ -38,22 +38,40 @@ pub(super) struct GroupBlocks {
     pub(super) first: u32,
     /// Those after them.
     pub(super) blocks: VecDeque<GroupBlock>,
+    /// How many of those another account pays for.
+    num_guests: usize,
 }
 
-/// A block of a group: the sequence's own, or one that the index has and the sequence uses.
+/// A block of a group.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GroupBlock {
     pub(super) block: BlockHandle,
-    is_attached: bool,
+    whose: Whose,
+}
+
+/// Whose a block of a group is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Whose {
+    /// The sequence's own.
+    Own,
+    /// The index's, and the sequence pays for its use.
+    Attached,
+    /// The index's, of a shared scope, which pays.
+    Guest,
+    /// It was the sequence's to use, and is kept by what it published.
+    Published,
 }
 
 impl GroupBlock {
     pub(super) const fn own(block: BlockHandle) -> Self {
-        Self { block, is_attached: false }
+        Self { block, whose: Whose::Own }
     }
 
     pub(super) const fn in_tail(self, column: usize) -> TailBlock {
-        let keeper = if self.is_attached { Keeper::Use } else { Keeper::Own };
+        let keeper = match self.whose {
+            Whose::Own => Keeper::Own,
+            Whose::Attached | Whose::Guest | Whose::Published => Keeper::Use,
+        };
         TailBlock { column, block: self.block, keeper }
     }
 }
@@ -61,15 +79,16 @@ impl GroupBlock {
 impl LayerBlocks {
     /// No blocks, with room for as many as each group has at once.
     pub(super) fn new(capacities: impl Iterator<Item = usize>) -> Self {
-        let group = |most| GroupBlocks { first: 0, blocks: VecDeque::with_capacity(most) };
+        let group = |most| GroupBlocks { first: 0, blocks: VecDeque::with_capacity(most), num_guests: 0 };
         Self { first: 0, rest: capacities.map(group).collect(), spare: Vec::new() }
     }
 
-    /// Blocks in all groups, `num_blocks` of them of the first one without those that it let go; spare ones left out.
+    /// Blocks in all groups, `num_blocks` of them of the first one without those that it let go; spare ones, and those
+    /// that other accounts pay for, left out.
     pub(super) fn num_held(&self, num_blocks: usize) -> usize {
+        let of = |group: &GroupBlocks| group.blocks.len() - group.num_guests;
         // Of a tail that is on the host, the first group may have let the first blocks go.
-        num_blocks.saturating_sub(self.first as usize)
-            + self.rest.iter().map(|group| group.blocks.len()).sum::<usize>()
+        num_blocks.saturating_sub(self.first as usize) + self.rest.iter().map(of).sum::<usize>()
     }
 }
 
@@ -77,6 +96,13 @@ impl GroupBlocks {
     /// The block of so many positions; the caller knows that the group has it.
     pub(super) fn block(&self, logical: u32) -> BlockHandle {
         self.blocks[(logical - self.first) as usize].block
+    }
+
+    /// Takes the blocks after the first `num_kept`.
+    pub(super) fn split_off(&mut self, num_kept: usize) -> VecDeque<GroupBlock> {
+        let taken = self.blocks.split_off(num_kept);
+        self.num_guests -= taken.iter().filter(|block| block.whose == Whose::Guest).count();
+        taken
     }
 }
 
@@ -105,7 +131,11 @@ impl Sequence {
         self.blocks.clear();
         let mut attached = Vec::new();
         for block in layers.rest.iter().flat_map(|group| &group.blocks) {
-            if block.is_attached { &mut attached } else { &mut own }.push(block.block);
+            match block.whose {
+                Whose::Own => own.push(block.block),
+                Whose::Attached | Whose::Guest => attached.push(block.block),
+                Whose::Published => {}
+            }
         }
         own.extend_from_slice(&layers.spare);
         (own, attached)
@@ -128,8 +158,11 @@ impl Core {
         promise: &mut Reservation,
     ) -> Result<bool> {
         let (Some(layers), Some(index)) = (layers, &self.index) else { return Ok(true) };
-        index.use_attached(&self.scratch, promise, |group, _, block| {
-            layers.rest[group].blocks.push_back(GroupBlock { block, is_attached: true });
+        index.use_attached(&self.scratch, promise, |used| {
+            let group = &mut layers.rest[used.group];
+            let whose = if used.is_guest { Whose::Guest } else { Whose::Attached };
+            group.num_guests += usize::from(used.is_guest);
+            group.blocks.push_back(GroupBlock { block: used.block, whose });
         })
     }
 
@@ -155,7 +188,7 @@ impl Core {
             Err(error) => return Err(error),
         };
         self.keep_within_limit(tenant)?;
-        let is_there = index.use_attached(blocks, &mut promise, |_, _, block| held.blocks.push(block))?;
+        let is_there = index.use_attached(blocks, &mut promise, |used| held.blocks.push(used.block))?;
         Ok(is_there.then_some(held))
     }
 
@@ -172,18 +205,60 @@ impl Core {
     /// now. Where a group has let its block go, or another sequence's is there, nothing changes.
     pub(super) fn attach_blocks(&mut self, position: usize, from: usize, to: usize) -> Result<()> {
         let sequence = &mut self.running[position];
-        let (Some(index), Some(layers)) = (&self.index, &mut sequence.layers) else { return Ok(()) };
-        let account = sequence.request.tenant.account;
+        let (Some(index), Some(layers), Some(pin)) = (&self.index, &mut sequence.layers, &sequence.pin)
+        else {
+            return Ok(());
+        };
+        let tenant = &sequence.request.tenant;
+        let (account, is_public) = (tenant.account, tenant.scope() == TenantScope::Public);
         for (number, group) in layers.rest.iter_mut().enumerate() {
             for logical in from.max(group.first as usize)..to {
                 let block = &mut group.blocks[logical - group.first as usize];
-                if !block.is_attached {
-                    block.is_attached =
-                        index.attach(sequence.blocks[logical], number, block.block, account)?;
+                if block.whose == Whose::Own
+                    && index.attach(
+                        (pin.last(), sequence.blocks[logical]),
+                        number,
+                        block.block,
+                        account,
+                        is_public,
+                    )?
+                {
+                    block.whose = Whose::Attached;
                 }
             }
         }
         Ok(())
+    }
+
+    /// Keeps what every further group needs after the blocks that a sequence has published. Returns what is kept.
+    pub(super) fn publish_groups(
+        &self,
+        sequence: &mut Sequence,
+        pin: Option<&ChainPin>,
+    ) -> Result<Vec<BlockHandle>> {
+        let mut kept = Vec::new();
+        if sequence.request.tenant.scope() != TenantScope::Public || !sequence.is_done() {
+            return Ok(kept);
+        }
+        let (Some(index), Some(layers), Some(pin)) = (&self.index, &mut sequence.layers, pin) else {
+            return Ok(kept);
+        };
+        let namespace = pin.last();
+        let indexed = &sequence.blocks[..sequence.num_indexed as usize];
+        for (number, group) in layers.rest.iter_mut().enumerate() {
+            for logical in index.needed_blocks(number, indexed.len()) {
+                let place = logical.checked_sub(group.first as usize);
+                let own = place.and_then(|place| group.blocks.get_mut(place));
+                let own = own.filter(|block| block.whose == Whose::Attached);
+                let (first, promise) = ((namespace, indexed[logical]), &mut sequence.reservation);
+                let published = index.publish_attached(first, number, own.is_some(), promise)?;
+                if let (Some(block), Some(_)) = (own, published) {
+                    block.whose = Whose::Published;
+                }
+                kept.extend(published);
+            }
+        }
+        Ok(kept)
     }
 
     /// `Core::grow` over all groups, all or nothing: spare blocks first, then what is promised.
@@ -243,10 +318,10 @@ impl Core {
         for ((group, tables), span) in layers.rest.iter_mut().zip(&mut self.group_tables).zip(spans) {
             let first = first_of(span);
             while group.first < first
-                && let Some(&GroupBlock { block, is_attached }) = group.blocks.front()
+                && let Some(&GroupBlock { block, whose }) = group.blocks.front()
             {
                 match &self.index {
-                    Some(index) if is_attached => {
+                    Some(index) if whose != Whose::Own => {
                         if !index.leave_attached(block, &mut sequence.reservation)? {
                             break;
                         }
@@ -255,6 +330,7 @@ impl Core {
                     _ => layers.spare.push(block),
                 }
                 group.blocks.pop_front();
+                group.num_guests -= usize::from(whose == Whose::Guest);
                 tables.forget(sequence.row, group.first);
                 group.first += 1;
             }
@@ -325,17 +401,19 @@ impl Core {
 pub(super) fn look_up_groups(
     index: Option<&Arc<PrefixIndex>>,
     request: &Request,
+    reach: Reach,
     config: &SchedulerConfig,
     blocks: &mut Vec<BlockHandle>,
 ) -> Result<Option<ChainPin>> {
     let tokens = &request.prompt[..request.prompt.len().saturating_sub(1)];
-    find_groups(index, request, tokens, config, blocks)
+    find_groups(index, request, reach, tokens, config, blocks)
 }
 
 /// Pins what the index has, in all groups, of whole blocks of a request's `tokens`.
 pub(super) fn find_groups(
     index: Option<&Arc<PrefixIndex>>,
     request: &Request,
+    reach: Reach,
     tokens: &[u32],
     config: &SchedulerConfig,
     blocks: &mut Vec<BlockHandle>,
@@ -343,14 +421,13 @@ pub(super) fn find_groups(
     let Some(index) = index else { return Ok(None) };
     let block_size = config.block_size as usize;
     let mut tokens = tokens;
-    if config.is_grouped() {
+    if config.is_grouped() && look_at(index, request, reach, tokens, blocks)? {
         // What some group can't use any more is not pinned even for a moment: with a step open, its capacity would come
         // back only when that closes, and a request that takes all there is would be short of it at every look.
-        look_at(index, request, tokens, blocks)?;
         tokens = &tokens[..index.usable_blocks(blocks) * block_size];
         blocks.clear();
     }
-    let mut pin = find(index, request, tokens, blocks)?;
+    let mut pin = find(index, request, reach, tokens, blocks)?;
     while config.is_grouped() && pin.is_some() {
         let usable = index.usable_blocks(blocks);
         if usable == blocks.len() {
@@ -358,7 +435,7 @@ pub(super) fn find_groups(
         }
         blocks.clear();
         // The shorter prefix is pinned before the longer one is let go.
-        pin = find(index, request, &tokens[..usable * block_size], blocks)?;
+        pin = find(index, request, reach, &tokens[..usable * block_size], blocks)?;
     }
     Ok(pin)
 }

@@ -5,6 +5,7 @@ use super::group_blocks::find_groups;
 use super::kept::Kept;
 use super::kept_paths::Path;
 use super::pause::Halted;
+use super::scopes::Reach;
 use super::sequence::Sequence;
 use super::tenant::Tenant;
 use crate::ids::{AccountId, BlockHandle};
@@ -49,8 +50,14 @@ impl Core {
         while most > 0 && wanted > 0 {
             let tokens = &sequence.tokens[..wanted * self.config.block_size as usize];
             let mut blocks = Vec::with_capacity(wanted);
-            let found =
-                find_groups(self.index.as_ref(), &sequence.request, tokens, &self.config, &mut blocks);
+            let found = find_groups(
+                self.index.as_ref(),
+                &sequence.request,
+                Reach::All,
+                tokens,
+                &self.config,
+                &mut blocks,
+            );
             let found = match found {
                 Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. } | Error::Refused { .. }) => None,
                 found => found?,

@@ -5,7 +5,6 @@
 //! tokens lets go of the blocks before the first position that its next query sees.
 
 use super::config::SchedulerConfig;
-use super::scopes::{Sharing, TenantScope};
 use crate::geometry::Span;
 use crate::{Error, Result};
 
@@ -33,7 +32,8 @@ impl SchedulerConfig {
         *self.layer_groups != [Span::Full]
     }
 
-    /// Refuses an index for models of which no group keeps all tokens: it finds prefixes by the first group's blocks.
+    /// Refuses an index if the first group lets go of blocks: the index finds prefixes by the first group's blocks, whose
+    /// rows have the tokens, so each of them stays for as long as what follows it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if the first group does not see all.
@@ -41,30 +41,13 @@ impl SchedulerConfig {
         match self.layer_groups[0] {
             Span::Full => Ok(()),
             other => Err(Error::invalid(format!(
-                "layer_groups[0] is {} over {} tokens, with an index: prefixes are found by the blocks of a full group, \
-                 which must be the first of the {}",
+                "layer_groups[0] is {} over {} tokens, with an index: prefixes are found by the first group's blocks, \
+                 none of which may be let go. Put a full group first; a model that has none keeps all of one group's \
+                 blocks if that group is declared full",
                 other.name(),
-                other.window().unwrap_or(0),
-                self.layer_groups.len()
+                other.window().unwrap_or(0)
             ))),
         }
-    }
-
-    /// Refuses shared scopes with further groups, whose blocks are charged to who uses them.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for a tenant that is or has a group or a public scope.
-    pub(super) fn check_sharing(&self, name: &str, sharing: &Sharing) -> Result<()> {
-        let is_private =
-            sharing.scope == TenantScope::Private && sharing.group.is_none() && sharing.public.is_none();
-        if !self.is_grouped() || is_private {
-            return Ok(());
-        }
-        Err(Error::invalid(format!(
-            "tenant {name:?} has a group or a public scope, and layer_groups has {} groups: their blocks are shared inside \
-             a tenant only",
-            self.layer_groups.len()
-        )))
     }
 
     /// Refuses what shares blocks between running sequences.

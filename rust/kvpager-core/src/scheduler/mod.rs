@@ -71,7 +71,7 @@ use self::inbox::{Inbox, Message};
 use self::limits::{Places, take_places};
 use self::request::WaitingRequest;
 use self::retention::check_retention;
-use self::scopes::{Scopes, check_salt, check_strict};
+use self::scopes::{Scopes, check_publication, check_salt, check_strict};
 use self::sessions::check_session;
 use crate::block_pool::{BlockPool, Quota};
 use crate::block_tables::TableArena;
@@ -313,7 +313,6 @@ impl Scheduler {
         }
         let Sharing { isolation, scope, .. } = config.sharing;
         config.sharing.check(&config.name, self.id, self.index.is_some())?;
-        self.config.check_sharing(&config.name, &config.sharing)?;
         let quota = Quota { guaranteed: config.guaranteed_blocks, limit: config.limit_blocks };
         check_strict(isolation, quota)?;
         let bounds = self.divide(&core, &tenants, config, quota)?;
@@ -406,6 +405,7 @@ impl Scheduler {
             )));
         }
         check_salt(request)?;
+        check_publication(&self.config, request)?;
         check_session(request)?;
         check_retention(request, self.index.is_some())?;
         check_items(&request.items, request.prompt.len())?;

@@ -5,8 +5,10 @@
 //! pinned after its request's end, until [`super::Scheduler::unpublish`].
 
 use super::Scheduler;
+use super::config::SchedulerConfig;
 use super::core::Core;
-use super::request::{FinishReason, Request, WaitingRequest};
+use super::group_blocks::look_up_groups;
+use super::request::{Request, WaitingRequest};
 use super::sequence::Sequence;
 use super::tenant::Tenant;
 use crate::block_pool::Quota;
@@ -54,6 +56,15 @@ impl TenantScope {
             Self::Public => "public",
         }
     }
+}
+
+/// Which scopes a look-up may find blocks in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reach {
+    /// All of the tenant's chain.
+    All,
+    /// The tenant's own.
+    Own,
 }
 
 /// How a tenant shares.
@@ -137,6 +148,19 @@ pub(super) fn check_salt(request: &Request) -> Result<()> {
     }
 }
 
+/// Checks a publication in a model with further layer groups: its prompt's end is what they keep, so it ends there.
+pub(super) fn check_publication(config: &SchedulerConfig, request: &Request) -> Result<()> {
+    if request.tenant.scope() != TenantScope::Public || !config.is_grouped() || request.max_tokens == 1 {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "max_tokens is {}, must be 1: with {} layer groups {:?} publishes a prompt and no output",
+        request.max_tokens,
+        config.layer_groups.len(),
+        request.tenant.name
+    )))
+}
+
 /// Where a tenant's requests look up and insert.
 #[derive(Debug)]
 pub(super) struct Scopes {
@@ -199,27 +223,41 @@ impl Scopes {
     }
 }
 
-/// Prefixes that were published, with the pins that keep them.
+/// Prefixes that were published, with what keeps them.
 #[derive(Debug, Default)]
 pub(super) struct Published {
-    /// (position of the tenant, pin, blocks).
-    pins: Vec<(usize, ChainPin)>,
+    prefixes: Vec<PublishedPrefix>,
+}
+
+#[derive(Debug)]
+struct PublishedPrefix {
+    /// Position of the tenant.
+    owner: usize,
+    /// Drops the first group's blocks when it goes.
+    _pin: ChainPin,
+    /// Blocks of further groups.
+    attached: Vec<BlockHandle>,
 }
 
 impl Published {
-    pub(super) fn keep(&mut self, tenant: &Tenant, pin: ChainPin) {
-        self.pins.push((tenant.index, pin));
+    fn keep(&mut self, tenant: &Tenant, pin: ChainPin, attached: Vec<BlockHandle>) {
+        self.prefixes.push(PublishedPrefix { owner: tenant.index, _pin: pin, attached });
     }
 
     /// Lets everything of a tenant go; returns how many prefixes there were.
-    pub(super) fn release(&mut self, tenant: &Tenant) -> usize {
-        let before = self.pins.len();
-        self.pins.retain(|(owner, _)| *owner != tenant.index);
-        before - self.pins.len()
+    fn release(&mut self, tenant: &Tenant, index: Option<&PrefixIndex>) -> Result<usize> {
+        let before = self.prefixes.len();
+        if let Some(index) = index {
+            // Before the pins: what goes with its home goes at once then.
+            let own = self.prefixes.iter().filter(|prefix| prefix.owner == tenant.index);
+            own.map(|prefix| index.unpublish_attached(&prefix.attached)).collect::<Result<()>>()?;
+        }
+        self.prefixes.retain(|prefix| prefix.owner != tenant.index);
+        Ok(before - self.prefixes.len())
     }
 }
 
-/// How many blocks [`find`] would find now of all but the last token. Pins and touches nothing.
+/// How many blocks of a request's known tokens the index has now, of the first layer group. Pins and touches nothing.
 pub(super) fn peek(index: Option<&Arc<PrefixIndex>>, request: &Request) -> Result<usize> {
     let (true, Some(index), Some(scopes)) = (request.reuse, index, request.tenant.scopes()) else {
         return Ok(0);
@@ -233,19 +271,24 @@ pub(super) fn peek(index: Option<&Arc<PrefixIndex>>, request: &Request) -> Resul
 }
 
 /// The blocks that [`find`] would find now of a request's `tokens`. Pins and touches nothing, so they may be gone at any
-/// moment.
+/// moment. False if it cannot tell: they may lie in several namespaces.
 pub(super) fn look_at(
     index: &PrefixIndex,
     request: &Request,
+    reach: Reach,
     tokens: &[u32],
     blocks: &mut Vec<BlockHandle>,
-) -> Result<()> {
-    let (true, Some(scopes)) = (request.reuse, request.tenant.scopes()) else { return Ok(()) };
+) -> Result<bool> {
+    let (true, Some(scopes)) = (request.reuse, request.tenant.scopes()) else { return Ok(true) };
     let chain = match scopes.chain(index, &request.tenant.name, request.salt.as_deref()) {
-        Err(Error::Refused { retryable: true, .. }) => return Ok(()),
+        Err(Error::Refused { retryable: true, .. }) => return Ok(true),
         chain => chain?,
     };
-    index.resident_blocks(chain.last(), &request.keys(index, 0, tokens)?, blocks)
+    if reach == Reach::All && chain.namespaces().len() > 1 {
+        return Ok(false);
+    }
+    index.resident_blocks(chain.last(), &request.keys(index, 0, tokens)?, blocks)?;
+    Ok(true)
 }
 
 /// Pins what the index has of whole blocks of a request's `tokens`; their blocks go to `blocks`. `None` if it takes
@@ -256,16 +299,20 @@ pub(super) fn look_at(
 pub(super) fn find(
     index: &Arc<PrefixIndex>,
     request: &Request,
+    reach: Reach,
     tokens: &[u32],
     blocks: &mut Vec<BlockHandle>,
 ) -> Result<Option<ChainPin>> {
     let (true, Some(scopes)) = (request.reuse, request.tenant.scopes()) else { return Ok(None) };
     let chain = scopes.chain(index, &request.tenant.name, request.salt.as_deref())?;
     let keys = request.keys(index, 0, tokens)?;
+    let own = || if request.salt.is_some() { index.chain(&[chain.last()]) } else { Ok(scopes.own.clone()) };
+    if reach == Reach::Own {
+        return index.match_chain_whole(&own()?, &keys, blocks).map(Some);
+    }
     match index.match_chain_whole(&chain, &keys, blocks) {
         Err(Error::OverQuota { account, .. }) if account != request.tenant.account => {
-            let own = if request.salt.is_some() { index.chain(&[chain.last()])? } else { scopes.own.clone() };
-            index.match_chain_whole(&own, &keys, blocks).map(Some)
+            index.match_chain_whole(&own()?, &keys, blocks).map(Some)
         }
         found => found.map(Some),
     }
@@ -283,8 +330,15 @@ impl Core {
         };
         let stats = self.pool.account_stats(tenant.account)?;
         let need = self.config.lifetime_blocks(waiting.progress.prompt_tokens, waiting.request.max_tokens);
-        let found = index.peek_prefix(scopes.own.last(), &waiting.request.prompt)?;
-        let missing = u64::from(need - found as u32 / self.config.block_size);
+        let mut found = Vec::new();
+        // In a model of one group what is found can be used; else it takes a look at what the others have.
+        let num_found = if self.config.is_grouped() {
+            let looked = look_up_groups(Some(index), &waiting.request, Reach::All, &self.config, &mut found);
+            looked.map_or(0, |_| found.len() as u32)
+        } else {
+            index.peek_prefix(scopes.own.last(), &waiting.request.prompt)? as u32 / self.config.block_size
+        };
+        let missing = u64::from(need - num_found);
         Ok(is_alone() && stats.committed + missing > stats.limit)
     }
 
@@ -298,15 +352,19 @@ impl Core {
         }
     }
 
-    /// Lets a sequence's pin go. What was published stays, and what is to be kept after the sequence's end is held
-    /// first.
-    pub(super) fn let_pin_go(&mut self, sequence: &Sequence, pin: Option<ChainPin>) -> Result<()> {
-        let is_done = matches!(sequence.ending, Some(FinishReason::Stop | FinishReason::Length));
+    /// Lets a sequence's pin go. What was published stays, with what is kept of further groups, and what is to be kept
+    /// after the sequence's end is held first.
+    pub(super) fn let_pin_go(
+        &mut self,
+        sequence: &Sequence,
+        pin: Option<ChainPin>,
+        published: Vec<BlockHandle>,
+    ) -> Result<()> {
         let tenant = &sequence.request.tenant;
         let Some(pin) = pin else { return Ok(()) };
         if tenant.scope() == TenantScope::Public {
-            if is_done {
-                self.published.keep(tenant, pin);
+            if sequence.is_done() {
+                self.published.keep(tenant, pin, published);
             }
             return Ok(());
         }
@@ -336,6 +394,6 @@ impl Scheduler {
         if let Some(index) = &self.index {
             index.purge(&ShareScope::Public(tenant.name.clone()));
         }
-        Ok(core.published.release(tenant))
+        core.published.release(tenant, self.index.as_deref())
     }
 }

@@ -68,6 +68,11 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
+    /// Whether it ended with what was asked for.
+    pub(super) const fn is_done(&self) -> bool {
+        matches!(self.ending, Some(FinishReason::Stop | FinishReason::Length))
+    }
+
     /// A sequence of which nothing is computed yet.
     pub(super) const fn new(
         id: SequenceId,

@@ -8,7 +8,7 @@
 
 use super::core::Core;
 use super::request::Request;
-use super::scopes::find;
+use super::scopes::{Reach, find};
 use super::sequence::Sequence;
 use crate::ids::BlockHandle;
 use crate::prefix_index::ChainPin;
@@ -81,7 +81,7 @@ impl Core {
         }
         self.scratch.clear();
         let tokens = &sequence.tokens[..sequence.tokens.len() - 1];
-        let found = match find(index, &sequence.request, tokens, &mut self.scratch) {
+        let found = match find(index, &sequence.request, Reach::All, tokens, &mut self.scratch) {
             Ok(Some(found)) => found,
             Ok(None) | Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. } | Error::Refused { .. }) => {
                 return Ok(());

@@ -8,7 +8,7 @@
 //! the step that copies it out has ended. What an open step writes is never copied out: who is in flight is no victim.
 
 use super::core::Core;
-use super::scopes::find;
+use super::scopes::{Reach, find};
 use super::sequence::{Parked, Sequence};
 use super::tails::Keeper;
 use crate::block_pool::StepEpoch;
@@ -81,7 +81,7 @@ impl Core {
         let (Some(index), Some(pin)) = (&self.index, &mut sequence.pin) else { return Ok(true) };
         let tokens = &sequence.tokens[..num_blocks * self.config.block_size as usize];
         self.scratch.clear();
-        let shorter = match find(index, &sequence.request, tokens, &mut self.scratch) {
+        let shorter = match find(index, &sequence.request, Reach::All, tokens, &mut self.scratch) {
             Ok(Some(shorter)) => shorter,
             Ok(None) => return Ok(false),
             Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. }) => return Ok(false),

@@ -67,7 +67,7 @@ impl Sequence {
         for group in &mut layers.rest {
             let kept = from.saturating_sub(group.first as usize).min(group.blocks.len());
             let start = group.first as usize + kept;
-            tail.extend(group.blocks.drain(kept..).enumerate().map(|(i, of)| of.in_tail(start + i)));
+            tail.extend(group.split_off(kept).into_iter().enumerate().map(|(i, of)| of.in_tail(start + i)));
         }
         // Stable: the groups stay in order inside a column.
         tail.sort_by_key(|block| block.column);

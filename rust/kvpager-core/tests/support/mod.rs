@@ -171,6 +171,15 @@ impl Engine {
             let index = IndexConfig { block_size: config.block_size, eviction: EvictionPolicy::Lru };
             PrefixIndex::new(Arc::clone(&pool), index).unwrap()
         });
+        Self::with_index(pool, index, config)
+    }
+
+    pub fn with_index(
+        pool: Arc<BlockPool>,
+        index: Option<Arc<PrefixIndex>>,
+        config: SchedulerConfig,
+    ) -> Result<Self> {
+        let num_blocks = pool.num_blocks();
         let block_size = config.block_size as usize;
         let host_slots = config.host_tier.num_blocks as usize * block_size;
         let scheduler = Arc::new(Scheduler::new(Arc::clone(&pool), index.clone(), config)?);

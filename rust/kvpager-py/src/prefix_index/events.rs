@@ -45,15 +45,27 @@ impl PyEventBatch {
         PyArray1::from_iter(py, self.0.events.iter().map(|event| event.namespace.0))
     }
 
-    /// What happened: 0 stored, 1 removed, 2 cleared.
+    /// What happened: 0 stored, 1 removed, 2 cleared, 3 attached, 4 detached.
     #[getter]
     fn kinds<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u8>> {
         let kind = |kind: &EventKind| match kind {
             EventKind::Stored { .. } => 0,
             EventKind::Removed { .. } => 1,
             EventKind::Cleared => 2,
+            EventKind::Attached { .. } => 3,
+            EventKind::Detached { .. } => 4,
         };
         PyArray1::from_iter(py, self.0.events.iter().map(|event| kind(&event.kind)))
+    }
+
+    /// The layer group that was attached or detached; 0, the first one, for other kinds.
+    #[getter]
+    fn groups<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u32>> {
+        let group = |kind: &EventKind| match kind {
+            EventKind::Attached { group, .. } | EventKind::Detached { group, .. } => *group,
+            _ => 0,
+        };
+        PyArray1::from_iter(py, self.0.events.iter().map(|event| group(&event.kind)))
     }
 
     /// Digest that the first stored block continues; zeros for other kinds.
@@ -72,7 +84,7 @@ impl PyEventBatch {
         starts(py, self.0.events.iter().map(|event| digests_of(&event.kind).len()))
     }
 
-    /// Digests of the blocks stored or removed.
+    /// Digests of the blocks stored or removed, or at which a further group has its own.
     #[getter]
     fn digests<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<u8>>> {
         let all = self.0.events.iter().flat_map(|event| digests_of(&event.kind));
@@ -100,7 +112,10 @@ impl PyEventBatch {
 
 fn digests_of(kind: &EventKind) -> &[Digest] {
     match kind {
-        EventKind::Stored { digests, .. } | EventKind::Removed { digests } => digests,
+        EventKind::Stored { digests, .. }
+        | EventKind::Removed { digests }
+        | EventKind::Attached { digests, .. }
+        | EventKind::Detached { digests, .. } => digests,
         EventKind::Cleared => &[],
     }
 }
@@ -159,6 +174,24 @@ impl PySnapshot {
     #[getter]
     fn digests<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<u8>>> {
         digests(py, self.0.blocks.iter().flat_map(|(.., digest)| *digest).collect())
+    }
+
+    /// Namespace of each block at which a further layer group has its own.
+    #[getter]
+    fn attached_namespaces<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u32>> {
+        PyArray1::from_iter(py, self.0.attached.iter().map(|(namespace, ..)| namespace.0))
+    }
+
+    /// Digest of each block at which a further layer group has its own.
+    #[getter]
+    fn attached_digests<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<u8>>> {
+        digests(py, self.0.attached.iter().flat_map(|(_, digest, _)| *digest).collect())
+    }
+
+    /// Which layer group that is, each from 1.
+    #[getter]
+    fn attached_groups<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u32>> {
+        PyArray1::from_iter(py, self.0.attached.iter().map(|(.., group)| *group))
     }
 
     fn __repr__(&self) -> String {

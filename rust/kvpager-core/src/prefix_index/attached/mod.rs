@@ -9,14 +9,25 @@
 //! the block's own capacity, the others with promised capacity that is kept here for them. So whoever leaves gets its
 //! share back whole, to write its next block, and a promise never rests on others staying.
 //!
+//! A sequence that found the block in a group or public scope is a *guest*: the scope's account pays, once for all
+//! guests of the block. So the capacity committed for a block is one for each user, and one more if it has guests; one
+//! of them holds it, the others are kept here. A publication is a guest that stays. What a public scope has counts for
+//! matches only while it is published: whether it is there depends on the operator alone.
+//!
 //! # Eviction
 //! What a running sequence left behind goes first: nobody matches the middle of a window while its end is there. What
 //! was matched before, or was in use at a sequence's end, goes with its home, or when nothing else is left.
 //!
-//! Lock order: the lock here is the innermost one.
+//! Lock order: the lock here is the innermost one. It is held for at most 64 blocks at a time.
+
+mod announcing;
+mod eviction;
+mod uses;
+
+use announcing::Name;
 
 use super::PrefixIndex;
-use super::evictor::Whose;
+use super::evictor::MAX_PIECE;
 use crate::block_pool::{BlockPool, Reservation, StepEpoch};
 use crate::error::{Error, Result};
 use crate::geometry::Span;
@@ -32,7 +43,7 @@ pub(super) struct Attached {
     state: Mutex<State>,
 }
 
-struct State {
+pub(super) struct State {
     pool: Arc<BlockPool>,
     /// By (first group's block id, group): the id of the block attached there.
     homes: Box<[u32]>,
@@ -42,6 +53,8 @@ struct State {
     lists: Vec<[List; 2]>,
     /// By account: capacity of those who use a block that another pays for.
     shares: Vec<Option<Reservation>>,
+    /// By block id, with events on: what followers call it, if they were told of it.
+    names: Box<[Option<Name>]>,
 }
 
 #[derive(Clone, Copy)]
@@ -50,13 +63,25 @@ struct Entry {
     account: AccountId,
     /// Where it is attached; `NONE` when its home is gone.
     home: u32,
+    /// Sequences of its own account that use it.
     num_users: u32,
+    /// Sequences of other accounts, and publications.
+    num_guests: u32,
+    num_published: u32,
+    /// Whether only what is published counts.
+    is_public: bool,
     /// Whether it was matched, or in use at a sequence's end.
     is_of_use: bool,
     /// The newest step that was open when a sequence ended that used it.
     fence: Option<StepEpoch>,
     previous: u32,
     next: u32,
+}
+
+impl Entry {
+    const fn is_used(&self) -> bool {
+        self.num_users + self.num_guests > 0
+    }
 }
 
 /// Unused blocks by when they were left, linked through their entries.
@@ -73,6 +98,11 @@ impl Attached {
 
     fn home(&self, first: BlockHandle, group: usize) -> usize {
         first.id().0 as usize * self.groups.len() + group
+    }
+
+    /// How many of the first group's blocks make one piece of work: 64 places to look at.
+    fn piece(&self) -> usize {
+        (MAX_PIECE / self.groups.len().max(1)).max(1)
     }
 
     /// The first logical block of a group that the query after so many blocks sees.
@@ -135,18 +165,11 @@ impl State {
         self.shares[index].as_mut().ok_or_else(|| Error::invalid("an account has no shares"))
     }
 
-    /// One more sequence uses a block, and pays for it from what is promised to it.
-    fn begin_use(&mut self, id: u32, promise: &mut Reservation) -> Result<()> {
-        if self.entries[id as usize].num_users == 0 {
-            self.unlink(id);
-            promise.hold_cached(1)?;
-        } else {
-            promise.move_to(1, self.share(promise.account())?)?;
-        }
-        let entry = &mut self.entries[id as usize];
-        entry.num_users += 1;
-        entry.is_of_use = true;
-        Ok(())
+    /// The block at a home, if it can be matched.
+    fn found(&self, home: usize) -> Option<u32> {
+        let id = self.homes[home];
+        let entry = self.entries.get(id as usize).filter(|_| id != NONE)?;
+        (!entry.is_public || entry.num_published > 0).then_some(id)
     }
 }
 
@@ -162,6 +185,9 @@ impl PrefixIndex {
             account: AccountId(0),
             home: NONE,
             num_users: 0,
+            num_guests: 0,
+            num_published: 0,
+            is_public: false,
             is_of_use: false,
             fence: None,
             previous: NONE,
@@ -176,6 +202,7 @@ impl PrefixIndex {
                 entries: vec![none; num_blocks].into(),
                 lists: Vec::new(),
                 shares: Vec::new(),
+                names: vec![None; if self.events().is_some() { num_blocks } else { 0 }].into(),
             }),
         });
         if *attached.groups != *groups {
@@ -188,182 +215,36 @@ impl PrefixIndex {
         Ok(())
     }
 
+    /// The lock of all attached blocks, if there are groups.
+    pub(super) fn lock_attached(&self) -> Option<MutexGuard<'_, State>> {
+        self.attached.get().map(Attached::state)
+    }
+
     /// How many of the first group's blocks, a path from the root, can be used: the longest prefix of which every other
-    /// group has what the next query sees.
+    /// group has what the next query sees. A guess: other threads may evict while it looks.
     pub(crate) fn usable_blocks(&self, blocks: &[BlockHandle]) -> usize {
         let Some(attached) = self.attached.get() else { return blocks.len() };
-        let state = attached.state();
         // Where the run of blocks that are there begins, by group.
         let mut begins = vec![0; attached.groups.len()];
-        let mut usable = 0;
-        for (logical, &first) in blocks.iter().enumerate() {
-            let mut is_usable = true;
-            for (group, begin) in begins.iter_mut().enumerate() {
-                if state.homes[attached.home(first, group)] == NONE {
-                    *begin = logical + 1;
+        let (mut logical, mut usable) = (0, 0);
+        // What goes between two pieces is missed when the blocks are used.
+        for piece in blocks.chunks(attached.piece()) {
+            let state = attached.state();
+            for &first in piece {
+                logical += 1;
+                let mut is_usable = true;
+                for (group, begin) in begins.iter_mut().enumerate() {
+                    if state.found(attached.home(first, group)).is_none() {
+                        *begin = logical;
+                    }
+                    is_usable &= *begin <= attached.first_needed(group, logical);
                 }
-                is_usable &= *begin <= attached.first_needed(group, logical + 1);
-            }
-            if is_usable {
-                usable = logical + 1;
+                if is_usable {
+                    usable = logical;
+                }
             }
         }
         usable
-    }
-
-    /// Uses what every other group needs after a path of the first group's blocks; `use_block(group, logical, block)`
-    /// gets them in order. False, and nothing is used, if something is not there any more.
-    ///
-    /// # Errors
-    /// `InvalidArgument` if less is promised than that.
-    pub(crate) fn use_attached(
-        &self,
-        blocks: &[BlockHandle],
-        promise: &mut Reservation,
-        mut use_block: impl FnMut(usize, usize, BlockHandle),
-    ) -> Result<bool> {
-        let Some(attached) = self.attached.get() else { return Ok(true) };
-        let mut state = attached.state();
-        let needed = |group| attached.first_needed(group, blocks.len())..blocks.len();
-        let all = (0..attached.groups.len()).flat_map(|group| needed(group).map(move |l| (group, l)));
-        let count = all.clone().count();
-        if all.clone().any(|(group, logical)| state.homes[attached.home(blocks[logical], group)] == NONE) {
-            return Ok(false);
-        }
-        if count > promise.num_blocks() as usize {
-            let promised = promise.num_blocks();
-            return Err(Error::invalid(format!("{count} attached blocks asked of a promise of {promised}")));
-        }
-        for (group, logical) in all {
-            let id = state.homes[attached.home(blocks[logical], group)];
-            state.begin_use(id, promise)?;
-            use_block(group, logical, state.entries[id as usize].block);
-        }
-        Ok(true)
-    }
-
-    /// Attaches a block that its sequence holds alone to the first group's block of the same positions, and goes on
-    /// using it. False if one is there already; the block stays the sequence's then.
-    ///
-    /// # Errors
-    /// `InvalidHandle` for a block that is not exclusively held.
-    pub(crate) fn attach(
-        &self,
-        first: BlockHandle,
-        group: usize,
-        block: BlockHandle,
-        account: AccountId,
-    ) -> Result<bool> {
-        let Some(attached) = self.attached.get() else { return Ok(false) };
-        let home = attached.home(first, group);
-        let mut state = attached.state();
-        if state.homes[home] != NONE {
-            return Ok(false);
-        }
-        self.pool.index_blocks(&[block])?;
-        state.homes[home] = block.id().0;
-        state.entries[block.id().0 as usize] = Entry {
-            block,
-            account,
-            home: home as u32,
-            num_users: 1,
-            is_of_use: false,
-            fence: None,
-            previous: NONE,
-            next: NONE,
-        };
-        Ok(true)
-    }
-
-    /// A running sequence leaves a block behind, and gets what it paid back into its promise. False, and it still uses
-    /// the block, if a step of another one may read it: it would not be free to go.
-    ///
-    /// # Errors
-    /// Those of the pool.
-    pub(crate) fn leave_attached(&self, block: BlockHandle, promise: &mut Reservation) -> Result<bool> {
-        let Some(attached) = self.attached.get() else { return Ok(true) };
-        let mut state = attached.state();
-        let id = block.id().0;
-        let entry = &mut state.entries[id as usize];
-        if entry.num_users > 1 {
-            entry.num_users -= 1;
-            state.share(promise.account())?.move_to(1, promise)?;
-            return Ok(true);
-        }
-        if entry.fence.is_some_and(|epoch| !self.pool.epoch_closed(epoch)) {
-            return Ok(false);
-        }
-        entry.num_users = 0;
-        entry.is_of_use &= entry.home != NONE;
-        promise.unhold_cached(1);
-        state.push(id);
-        Ok(true)
-    }
-
-    /// A sequence that has ended, or was preempted, leaves what it used. What open steps may read stays until they
-    /// close.
-    ///
-    /// # Errors
-    /// Those of the pool.
-    pub(crate) fn leave_all_attached(&self, blocks: &[BlockHandle], account: AccountId) -> Result<()> {
-        let Some(attached) = self.attached.get() else { return Ok(()) };
-        let mut state = attached.state();
-        let open = self.pool.newest_open_step();
-        let mut num_last = 0;
-        for block in blocks {
-            let id = block.id().0;
-            let entry = &mut state.entries[id as usize];
-            entry.num_users -= 1;
-            entry.fence = open.or(entry.fence);
-            if entry.num_users > 0 {
-                state.share(account)?.shrink(1)?;
-                continue;
-            }
-            entry.is_of_use = entry.home != NONE;
-            num_last += 1;
-            state.push(id);
-        }
-        self.pool.unhold_cached(account, num_last).map(|_| ())
-    }
-
-    /// Evicts unused attached blocks, oldest first: those left behind, or those of use.
-    pub(super) fn evict_attached(&self, whose: Whose, num_blocks: usize, is_of_use: bool) -> usize {
-        let Some(attached) = self.attached.get() else { return 0 };
-        let evictor = self.evictor.current();
-        let mut state = attached.state();
-        let mut total = 0;
-        for index in 0..state.lists.len().min(evictor.lanes.len()) {
-            let allowed = evictor.allowance(&self.pool, whose, index).min(num_blocks - total);
-            for _ in 0..allowed {
-                let id = state.lists[index][usize::from(is_of_use)].oldest;
-                let is_free =
-                    |fence: Option<StepEpoch>| fence.is_none_or(|epoch| self.pool.epoch_closed(epoch));
-                if id == NONE || !is_free(state.entries[id as usize].fence) {
-                    break;
-                }
-                state.evict(id);
-                total += 1;
-            }
-        }
-        total
-    }
-
-    /// The first group's blocks go: what is attached to them goes with them, or when its last user leaves it.
-    pub(super) fn evict_homes(&self, blocks: &[BlockHandle]) {
-        let Some(attached) = self.attached.get() else { return };
-        let mut state = attached.state();
-        for &first in blocks {
-            for group in 0..attached.groups.len() {
-                let home = attached.home(first, group);
-                let id = std::mem::replace(&mut state.homes[home], NONE);
-                let Some(entry) = state.entries.get_mut(id as usize).filter(|_| id != NONE) else { continue };
-                entry.home = NONE;
-                let is_free = entry.fence.is_none_or(|epoch| self.pool.epoch_closed(epoch));
-                if entry.num_users == 0 && is_free {
-                    state.evict(id);
-                }
-            }
-        }
     }
 
     /// Checks the homes, the lists and the kept shares against each other.
@@ -380,7 +261,7 @@ impl PrefixIndex {
                 let (mut id, mut previous) = (list.oldest, NONE);
                 while id != NONE {
                     let entry = &state.entries[id as usize];
-                    let is_right = entry.num_users == 0
+                    let is_right = !entry.is_used()
                         && entry.previous == previous
                         && (entry.account.0 as usize, entry.is_of_use) == (account, is_of_use);
                     if !is_right {
@@ -393,6 +274,61 @@ impl PrefixIndex {
                 }
             }
         }
-        Ok(())
+        check_shares(&state)
+    }
+}
+
+/// Each account keeps what is paid for its blocks beyond their own capacity.
+fn check_shares(state: &State) -> std::result::Result<(), String> {
+    let mut kept = vec![0u64; state.shares.len()];
+    for entry in state.entries.iter().filter(|entry| entry.is_used()) {
+        let beyond = entry.num_users + u32::from(entry.num_guests > 0) - 1;
+        if beyond > 0 {
+            kept[entry.account.0 as usize] += u64::from(beyond);
+        }
+        if entry.num_published > entry.num_guests {
+            return Err(format!("attached block {} is published without being kept", entry.block.id()));
+        }
+    }
+    for (account, (share, kept)) in state.shares.iter().zip(kept).enumerate() {
+        let promised = share.as_ref().map_or(0, Reservation::num_blocks);
+        if u64::from(promised) != kept {
+            return Err(format!("account {account} keeps {promised} shares of attached blocks, not {kept}"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::super::IndexConfig;
+    use super::*;
+    use crate::block_pool::PoolConfig;
+    use crate::prefix_index::EvictionPolicy;
+    use crate::sync::{AtomicBool, Ordering};
+
+    #[test]
+    fn a_long_look_up_lets_others_in_between_its_pieces() {
+        let pool = BlockPool::new(PoolConfig { num_blocks: 4, ..PoolConfig::default() }).unwrap();
+        let config = IndexConfig { block_size: 1, eviction: EvictionPolicy::Lru };
+        let index = PrefixIndex::new(pool, config).unwrap();
+        index.attach_groups(&[Span::Sliding(8)]).unwrap();
+        let attached = index.attached.get().unwrap();
+        let long = vec![BlockHandle::from_bits(0); 1 << 23];
+        let is_over = AtomicBool::new(false);
+        let num_times = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                assert_eq!(index.usable_blocks(&long), 0);
+                is_over.store(true, Ordering::Relaxed);
+            });
+            let mut num_times = 0;
+            while !is_over.load(Ordering::Relaxed) {
+                drop(attached.state());
+                num_times += 1;
+                std::thread::sleep(std::time::Duration::from_micros(10));
+            }
+            num_times
+        });
+        assert!(num_times > 20, "{num_times} times");
     }
 }
