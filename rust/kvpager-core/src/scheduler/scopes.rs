@@ -249,8 +249,8 @@ impl Published {
         let before = self.prefixes.len();
         if let Some(index) = index {
             // Before the pins: what goes with its home goes at once then.
-            let own = self.prefixes.iter().filter(|prefix| prefix.owner == tenant.index);
-            own.map(|prefix| index.unpublish_attached(&prefix.attached)).collect::<Result<()>>()?;
+            let mut own = self.prefixes.iter().filter(|prefix| prefix.owner == tenant.index);
+            own.try_for_each(|prefix| index.unpublish_attached(&prefix.attached))?;
         }
         self.prefixes.retain(|prefix| prefix.owner != tenant.index);
         Ok(before - self.prefixes.len())
