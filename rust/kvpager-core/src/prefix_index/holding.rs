@@ -16,9 +16,10 @@ use crate::block_pool::StepEpoch;
 use crate::error::Result;
 use crate::sync::Ordering;
 
-// Orderings: all are Relaxed. A count guards no memory: blocks are read and evicted under the tree's lock, shared
-// and exclusive, which orders every change made by a reader before what a later writer sees. Capacity is the pool's
-// to order; here it is taken before a count leaves zero and given back after it got there.
+// Orderings: a count guards no memory, since blocks are read and evicted under the tree's lock, shared and exclusive. But
+// whoever takes a hold away last gives capacity back that another one may have taken, and must see it taken: the exchange
+// that makes a count leave zero is Release, and pairs with the Acquire of later holds and of the release. All between are
+// exchanges, so they carry it on. Else Relaxed. Under `lru` and `learned` the order's lock does the same.
 
 impl Tree {
     /// Pins on the node, plus its held children; of a root its pins.
@@ -29,7 +30,7 @@ impl Tree {
     /// Adds a pin to a node that is held already; false if it is not.
     pub(super) fn hold_again(&self, id: u32) -> bool {
         let more = |holds: u32| (holds > 0).then(|| holds + 1);
-        self.node(id).holds.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+        self.node(id).holds.fetch_update(Ordering::Acquire, Ordering::Relaxed, more).is_ok()
     }
 
     /// Takes a pin away that is not the last hold; false, and nothing is done, if it is.
@@ -79,7 +80,7 @@ impl Tree {
         let (mut id, mut total) = (id, 0);
         loop {
             let node = self.node(id);
-            if node.holds.fetch_sub(1, Ordering::Relaxed) > 1 || node.parent == NO_NODE {
+            if node.holds.fetch_sub(1, Ordering::Acquire) > 1 || node.parent == NO_NODE {
                 return total;
             }
             became_unheld(id, total);
@@ -125,7 +126,7 @@ impl Tree {
                 }
                 // What was our pin on the node above is its held child now.
                 let first = |holds: u32| (holds == 0).then_some(1);
-                if self.node(next).holds.fetch_update(Ordering::Relaxed, Ordering::Relaxed, first).is_ok() {
+                if self.node(next).holds.fetch_update(Ordering::Release, Ordering::Relaxed, first).is_ok() {
                     left -= num_blocks;
                     break;
                 }
