@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from synthetic import LetterTokenizer, ScriptRunner, idle
 
-from kvpager.engine import AsyncEngine, Engine, EngineConfig, Generation, GenerationParams, NullRunner
+from kvpager.engine import (
+    AsyncEngine,
+    Engine,
+    EngineConfig,
+    Generation,
+    GenerationParams,
+    GenerationStream,
+    NullRunner,
+)
 from kvpager.errors import GenerationError, RefusedError, WrongStateError
 
 
@@ -255,6 +266,8 @@ def test_stop_text_over_threads() -> None:
         assert outputs[-1].finish_reason == "stop"
         assert stream.output_tokens == len("answer END")
         await wait_until_idle(engine)
+        # The scheduler sees an abort; whoever watches the counts does not.
+        assert engine.engine.counters("default").ended == {"stop": 1}
 
     asyncio.run(main())
     engine.close()
@@ -392,3 +405,51 @@ def test_close_is_idempotent_and_may_come_from_any_thread() -> None:
     for thread in threads:
         thread.join()
     assert engine.state == "stopped"
+
+
+def test_child_of_a_fork_is_told_that_a_stream_is_not_its_own_and_may_leave_it(served: AsyncEngine) -> None:
+    """In the child no engine thread runs: nothing would ever come, and nothing may be given back."""
+
+    async def main() -> None:
+        async with served.generate([1, 2], GenerationParams(max_tokens=5000)) as stream:
+            await anext(stream)
+            child = os.fork()
+            if child == 0:
+                os._exit(await in_the_child(stream))
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == 7
+            await anext(stream)
+
+    async def in_the_child(stream: GenerationStream) -> int:
+        signal.alarm(20)  # a child that waits is killed
+        try:
+            while True:  # what had come before the fork can be read
+                await anext(stream)
+        except WrongStateError as error:
+            stream.close()
+            return 7 if str(os.getppid()) in str(error) else 1
+        except BaseException:
+            return 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("open_steps", [1, 2])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_runner_that_is_interrupted_leaves_no_thread(error: type[BaseException], open_steps: int) -> None:
+    class Interrupted(NullRunner):
+        def run(self, _batch: Any, _sampled: Any, /) -> Any:
+            raise error
+
+    before = set(threading.enumerate())
+    engine = AsyncEngine(Engine(Interrupted(), EngineConfig(num_blocks=64, max_open_steps=open_steps)))
+
+    async def main() -> None:
+        with pytest.raises(GenerationError, match="engine's thread ended"):
+            await collect(engine, [1, 2, 3], 4)
+        await engine.shutdown()
+
+    asyncio.run(main())
+    assert {thread for thread in threading.enumerate() if thread.name.startswith("kvpager")} <= before
+    assert engine.state == "failed"

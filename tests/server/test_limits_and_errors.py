@@ -122,6 +122,18 @@ WRONG: dict[str, tuple[str, Any, str | None, str]] = {
         "messages",
         "prompt tokens",
     ),
+    "token below 0": (
+        "/v1/completions",
+        {"model": "null", "prompt": [5, -1]},
+        "prompt",
+        "prompt.1: Input should be greater than or equal to 0",
+    ),
+    "stop of numbers": (
+        CHAT,
+        {"model": "null", "messages": HELLO, "stop": ["a", 1]},
+        "stop",
+        "stop.1: Input should be a valid string",
+    ),
     "functions": (
         CHAT,
         {"model": "null", "messages": HELLO, "functions": [{}]},
@@ -404,6 +416,21 @@ def test_bad_tenants_file_is_refused_with_the_reason(tmp_path: Path, text: str, 
     assert message in str(refused.value)
     with pytest.raises(InvalidArgumentError, match="cannot read"):
         read_tenants(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("guaranteed = 90\nlimit = 80", "tenant 'a': "),
+        ("limit = 80\nisolation = 'strict'\nguaranteed = 20", "tenant 'a': strict isolation needs"),
+    ],
+)
+def test_quota_that_the_pool_cannot_give_names_the_tenant(tmp_path: Path, options: str, message: str) -> None:
+    table = read_tenants(write(tmp_path, '[tenants.a]\nkey_hashes=["{alice}"]\n' + options))
+    engine = Engine(NullRunner(), EngineConfig(num_blocks=64 if "90" in options else 100))
+    with pytest.raises(InvalidArgumentError) as refused:
+        table.add_to(engine)
+    assert str(refused.value).startswith(message)
 
 
 def test_new_keys_differ_and_are_long() -> None:

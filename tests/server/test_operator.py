@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvpager.engine import NullRunner
 from kvpager.replay.report import find_browser
 from kvpager.server import app
+from kvpager.server.running import bind
 from kvpager.server.tenants import RetentionSpec, TenantSpec, TenantTable, hash_key
 
 STATES = ("held", "cached", "free", "reserved", "quarantined")
@@ -314,7 +314,7 @@ def test_command_serves_prints_its_addresses_and_ends_on_a_signal() -> None:
         assert lines[0].startswith("Serving null: 65536 blocks of 16 tokens, 1 tenant, policy reserve")
         url = lines[1].split()[1].removesuffix("/v1")
         operator = lines[2].split()[1]
-        wait_for(url)
+        # Whoever reads the line may connect.
         answer = httpx.post(url + "/v1/completions", json=BODY)
         assert answer.json()["usage"]["completion_tokens"] == 4
         assert httpx.get(operator + "stats").json()["requests"] == 1
@@ -322,13 +322,33 @@ def test_command_serves_prints_its_addresses_and_ends_on_a_signal() -> None:
         assert process.wait(timeout=30) == 0
 
 
-def wait_for(url: str) -> None:
-    for _ in range(300):
-        try:
-            httpx.get(url + "/ready")
-            return
-        except httpx.TransportError:
-            time.sleep(0.05)
+def test_second_server_on_a_port_is_refused_its_own_operators_port_too() -> None:
+    first = bind("127.0.0.1", 0)
+    port = str(first.getsockname()[1])
+    for arguments in (["--port", port], ["--port", "0", "--operator-port", port]):
+        done = subprocess.run(
+            command("--model", "null", *arguments), capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
+    first.close()
+
+
+def test_third_ctrl_c_ends_a_server_whose_model_hangs() -> None:
+    with subprocess.Popen(
+        command("--model", "null", "--port", "0", "--step-time", "60"), stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        url = [process.stderr.readline() for _ in range(4)][1].split()[1].removesuffix("/v1")
+        with pytest.raises(httpx.ReadTimeout):  # the step that it is in never ends
+            httpx.post(url + "/v1/completions", json=BODY, timeout=2)
+        said = []
+        for _ in range(3):
+            process.send_signal(signal.SIGINT)
+            said.append(process.stderr.readline())
+        assert "again ends it" in said[0]
+        assert "again ends the process" in said[1]
+        assert process.wait(timeout=30) == 130
 
 
 @pytest.mark.parametrize(
@@ -342,6 +362,10 @@ def wait_for(url: str) -> None:
         ),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1 port 8000"),
         (["--model", "null", "--port", "0", "--max-body", "much"], "--max-body is 'much'"),
+        (["--model", "null", "--port", "0", "--max-body", "0"], "max_body_bytes is 0, at least 1 is needed"),
+        (["--port", "0", "--request-timeout", "nan"], "--request-timeout is nan, above 0 seconds is needed"),
+        (["--model", "null", "--port", "0", "--memory", "1GiB"], "give --blocks with --model null"),
+        (["--port", "0", "--memory", "much"], "--memory is 'much'"),
     ],
 )
 def test_wrong_options_are_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:

@@ -32,7 +32,7 @@ class _Options:
     name: str | None
     tenants: Path | None
     blocks: int | None
-    memory: str
+    memory: str | None
     block_size: int
     max_batch_tokens: int
     max_running: int
@@ -73,7 +73,9 @@ def _serve(
         bool, typer.Option("--new-key", help="Print a new API key and its hash for --tenants, and exit.")
     ] = False,
     blocks: Annotated[int | None, typer.Option(min=1, help="Blocks, instead of --memory.")] = None,
-    memory: Annotated[str, typer.Option(help="Bytes of KV memory.")] = _DEFAULT_MEMORY,
+    memory: Annotated[
+        str | None, typer.Option(help=f"Bytes of KV memory, {_DEFAULT_MEMORY} by default.")
+    ] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Token positions in a block.")] = 16,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 512,
     max_running: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
@@ -108,6 +110,8 @@ def _serve(
         _print_new_key()
         return
     _check_choices(policy, eviction, overflow)
+    if request_timeout is not None and not 0.0 < request_timeout < float("inf"):
+        raise InvalidArgumentError(f"--request-timeout is {request_timeout}, above 0 seconds is needed")
     options = _Options(
         model=model,
         name=name,
@@ -199,7 +203,11 @@ def _engine(options: _Options, table: TenantTable) -> tuple[Engine, ServerSettin
     fingerprint: Any = None
     runner: Any
     tokenizer: Any
+    max_body = parse_bytes(options.max_body, "--max-body")
+    memory = parse_bytes(options.memory or _DEFAULT_MEMORY, "--memory")
     if options.model == _NULL_MODEL:
+        if options.memory is not None:
+            raise InvalidArgumentError("--memory is of a model that has KV: give --blocks with --model null")
         runner, tokenizer, name = NullRunner(step_time=options.step_time), ByteTokenizer(), _NULL_MODEL
         num_blocks = options.blocks or _DEFAULT_NULL_BLOCKS
     else:
@@ -210,7 +218,9 @@ def _engine(options: _Options, table: TenantTable) -> tuple[Engine, ServerSettin
         runner, tokenizer, name = LlamaRunner(loaded.model), loaded.tokenizer, loaded.name
         fingerprint = loaded.fingerprint(block_size=options.block_size)
         block_bytes = loaded.model.config.kv_bytes_per_token * options.block_size
-        num_blocks = options.blocks or max(1, parse_bytes(options.memory, "--memory") // block_bytes)
+        num_blocks = options.blocks or memory // block_bytes
+        if num_blocks == 0:
+            raise InvalidArgumentError(f"--memory is {memory} bytes, a block of KV has {block_bytes}")
     config = EngineConfig(
         num_blocks=num_blocks,
         block_size=options.block_size,
@@ -232,7 +242,7 @@ def _engine(options: _Options, table: TenantTable) -> tuple[Engine, ServerSettin
         model_name=options.name or name,
         tokenizer=tokenizer,
         tenants=table,
-        max_body_bytes=parse_bytes(options.max_body, "--max-body"),
+        max_body_bytes=max_body,
         default_max_tokens=options.default_max_tokens,
         request_timeout=options.request_timeout,
     )

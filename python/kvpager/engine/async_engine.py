@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -220,6 +221,7 @@ class GenerationStream:
         self._readers: list[OutputReader] = []
         self._next = 0
         self._waiter: asyncio.Future[None] | None = None
+        self._pid = os.getpid()
         self.generations: list[Generation] = []
 
     def start(self, generations: list[Generation]) -> None:
@@ -257,7 +259,8 @@ class GenerationStream:
         Raises:
             GenerationError: the request failed.
             StopAsyncIteration: every sample has ended.
-            WrongStateError: another task waits for the next output; the stream goes on for that one.
+            WrongStateError: another task waits for the next output; the stream goes on for that one. Or the
+                stream is of another process, from before a fork.
         """
         if self._waiter is not None:
             raise WrongStateError("another task waits for this stream's next output: it has one consumer")
@@ -267,6 +270,8 @@ class GenerationStream:
                     return output
                 if all(reader.has_ended for reader in self._readers):
                     raise StopAsyncIteration
+                if os.getpid() != self._pid:
+                    raise WrongStateError(f"the stream belongs to process {self._pid}, this is {os.getpid()}")
                 self._waiter = self._loop.create_future()
                 self.listener.waiting = self
                 try:
@@ -288,12 +293,12 @@ class GenerationStream:
         return None
 
     def close(self) -> None:
-        """Ends the request if it has not ended. Idempotent; from any thread."""
+        """Ends the request if it has not ended; nothing in a forked child. Idempotent; from any thread."""
         unfinished = [reader.generation for reader in self._readers if not reader.generation.has_ended]
         for reader in self._readers:
             reader.has_ended = True
         self.listener.waiting = None
-        if unfinished:
+        if unfinished and os.getpid() == self._pid:
             self._engine.abort(unfinished)
 
     async def aclose(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from kvpager._core import Retention
 from kvpager.engine.sampling import SamplingParams
@@ -127,7 +127,9 @@ class GenerationParams:
             problems.append(("min_tokens", text))
         if not 1 <= self.n <= MAX_SAMPLES:
             problems.append(("n", f"n is {self.n}, from 1 to {MAX_SAMPLES} is needed"))
-        if "" in self.stop:
+        if isinstance(cast("object", self.stop), str):
+            problems.append(("stop", f"stop is the text {self.stop!r}, a tuple of texts is needed"))
+        elif "" in self.stop:
             problems.append(("stop", "stop has an empty text"))
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             text = f"logprobs is {self.logprobs}, from 0 to {MAX_LOGPROBS} is needed"

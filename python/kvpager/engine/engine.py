@@ -406,9 +406,7 @@ class Engine:
         if self.state in ("running", "draining"):
             self._registry.leave("stopped")
         self._end_all()
-        if self._model_thread is not None:
-            self._model_thread.close()
-            self._model_thread = None
+        self._stop_model_thread()
 
     # --- parts of the above -----------------------------------------------------------------------------
 
@@ -477,6 +475,12 @@ class Engine:
                 generation.has_ended = True
                 if generation.listener is not None:
                     generation.listener.notify(generation)
+            self._stop_model_thread()
+
+    def _stop_model_thread(self) -> None:
+        if self._model_thread is not None:
+            self._model_thread.close()
+            self._model_thread = None
 
     def _end_all(self) -> None:
         self._give_up("the engine ended")

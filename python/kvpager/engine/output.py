@@ -103,6 +103,9 @@ class OutputReader:
         output = GenerationOutput(generation.index, text, token_ids, logprobs, score=generation.score)
         if self._finder is not None and self._finder.found is not None:
             output.finish_reason, output.stop_text = "stop", self._finder.found
+            # So that it counts as what it is: to the scheduler it is an abort.
+            if generation.finish_reason is None:
+                generation.finish_reason = "stop"
             self.close()
         return output
 

@@ -126,7 +126,9 @@ class AnswerFormat:
         return {
             "tokens": [self._name(token_id) for token_id in token_ids],
             "token_logprobs": [each.logprob for each in logprobs],
-            "top_logprobs": [self._top(each) for each in logprobs],
+            "top_logprobs": [
+                self._top(token_id, each) for token_id, each in zip(token_ids, logprobs, strict=True)
+            ],
             "text_offset": offsets,
         }
 
@@ -142,10 +144,10 @@ class AnswerFormat:
         own = self._tokenizer.token_bytes(token_id)
         return text if own == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
-    def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
-        """Alternatives by name; of tokens with one name the most likely, which comes first."""
+    def _top(self, sampled: int, logprobs: TokenLogprobs) -> dict[str, float]:
+        """Alternatives by name, and the sampled token; of one name the most likely, which comes first."""
         top: dict[str, float] = {}
-        for token_id, logprob in logprobs.top:
+        for token_id, logprob in (*logprobs.top, (sampled, logprobs.logprob)):
             top.setdefault(self._name(token_id), logprob)
         return top
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvpager.engine import GenerationParams, SamplingParams
 from kvpager.engine.config import MAX_LOGPROBS, MAX_SAMPLES
@@ -254,8 +254,8 @@ def parse_request(kind: type[_R], body: bytes) -> _R:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        names = [str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-"))]
+        first = _nearest(error.errors(include_url=False))
+        names = [str(part) for part in first["loc"] if not _is_kind(part)]
         text = first["msg"]
         param = names[0] if names and first["type"] != "json_invalid" else None
         where = f"{'.'.join(names[:3])}: " if param else ""
@@ -263,3 +263,14 @@ def parse_request(kind: type[_R], body: bytes) -> _R:
         raise ApiError(400, f"{where}{text}", param=param, code="invalid_value") from error
     except InvalidArgumentError as error:
         raise ApiError(400, str(error)) from error
+
+
+def _nearest(errors: list[ErrorDetails]) -> ErrorDetails:
+    """The error of the first wrong field that says most: of its forms, the one that fitted furthest."""
+    same = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    return sorted(same, key=lambda error: (error["type"].endswith("_type"), -len(error["loc"])))[0]
+
+
+def _is_kind(part: int | str) -> bool:
+    """Whether a part of a place names one of a field's forms, which no client knows."""
+    return part == "str" or str(part).startswith(("list[", "function-"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
+import sys
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -21,6 +23,9 @@ from kvpager.server.settings import ServerSettings
 __all__ = ["Addresses", "bind", "serve"]
 
 _CLOSE_TIMEOUT = 5
+
+_BACKLOG = 2048
+"""Connections that may wait while the model loads."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Binds a port; 0 takes a free one.
+    """Listens on a port; 0 takes a free one. Connections wait until `serve` takes them.
 
     Raises:
         InvalidArgumentError: the address cannot be bound.
@@ -51,6 +56,8 @@ def bind(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        # From here on clients may connect, and a second server on the port is refused.
+        listening.listen(_BACKLOG)
     except (OSError, OverflowError) as error:
         listening.close()
         raise InvalidArgumentError(f"cannot listen on {host} port {port}: {error}") from error
@@ -72,7 +79,8 @@ async def serve(
         settings: what the server is told.
         addresses: from `bind`; closed at the end.
         drain_timeout: seconds after which running requests are ended.
-        stop: ends it when set. If not given, SIGINT or SIGTERM does, and a second one ends what runs at once.
+        stop: ends it when set. If not given, SIGINT or SIGTERM does, a second one ends what runs with the
+            step that the model is in, and a third one the process.
     """
     servers = [_server(create_app(engine, settings))]
     sockets = [addresses.clients]
@@ -99,10 +107,23 @@ async def serve(
 
 
 def _on_signals(now: asyncio.Event) -> asyncio.Event:
-    """Returns an event that the first SIGINT or SIGTERM sets; the second one sets `now`."""
+    """Returns an event that the first SIGINT or SIGTERM sets; the second one sets `now`, the third exits."""
     first = asyncio.Event()
+
+    def note() -> None:
+        if now.is_set():
+            print("Ended at once.", file=sys.stderr, flush=True)
+            os._exit(130)  # the model may hang, and nobody can end its step
+        text = "The step that runs is the last" if first.is_set() else "What runs goes on to its end"
+        print(
+            f"{text}; Ctrl-C again ends {'the process' if first.is_set() else 'it'}.",
+            file=sys.stderr,
+            flush=True,
+        )
+        (now if first.is_set() else first).set()
+
     for each in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(each, lambda: (now if first.is_set() else first).set())
+        asyncio.get_running_loop().add_signal_handler(each, note)
     return first
 
 

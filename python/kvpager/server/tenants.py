@@ -6,12 +6,13 @@ presented key is compared with every stored one in constant time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import hmac
 import secrets
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -155,9 +156,11 @@ class TenantTable:
         """
         for scope, shared in (("group", self.groups), ("public", self.publics)):
             for name, spec in shared.items():
-                engine.add_tenant(name, guaranteed=spec.guaranteed, limit=spec.limit, scope=scope)  # type: ignore[arg-type]
+                with _naming(scope, name):
+                    engine.add_tenant(name, guaranteed=spec.guaranteed, limit=spec.limit, scope=scope)  # type: ignore[arg-type]
         for name, tenant in self.tenants.items():
-            engine.add_tenant(name, **tenant.quota())
+            with _naming("tenant", name):
+                engine.add_tenant(name, **tenant.quota())
 
     def publish(self, engine: Engine, tokenizer: ChatTokenizer) -> None:
         """Submits the system prompts of the scopes; they can be found once they were computed.
@@ -262,6 +265,17 @@ def _check_keys(path: Path, tenants: dict[str, TenantSpec], operator: Sequence[s
             if digest in owners:
                 raise InvalidArgumentError(f"{path}: {name!r} and {owners[digest]} have the same key")
             owners[digest] = repr(name)
+
+
+@contextlib.contextmanager
+def _naming(kind: str, name: str) -> Generator[None, None, None]:
+    """Says in an error whose quota is wrong."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        whose = f"{kind} {name!r}"
+        text = str(error)
+        raise InvalidArgumentError(text if text.startswith(whose) else f"{whose}: {text}") from error
 
 
 def _is_among(digest: str, hashes: Sequence[str]) -> bool:
