@@ -135,15 +135,16 @@ impl Core {
 
     /// Plans chunks of a compartment's running sequences, oldest first.
     fn plan_prefills(&mut self, compartment: usize, budget: &mut u32) -> Result<()> {
-        for position in range_of(&self.running, compartment) {
-            if *budget == 0 {
-                break;
-            }
+        let mut position = range_of(&self.running, compartment).start;
+        while *budget > 0 && position < range_of(&self.running, compartment).end {
             let sequence = &self.running[position];
+            let id = sequence.id;
             let is_next = sequence.remaining() > 1 && self.may_plan(sequence);
             if is_next && (sequence.in_flight > 0 || !self.catch_up(position)?) {
                 self.plan_chunk(position, budget)?;
             }
+            // Whoever gave blocks for it may have stood before it.
+            position = self.position_of(id, position) + 1;
         }
         Ok(())
     }
@@ -190,7 +191,9 @@ impl Core {
         let room = self.promised_end(sequence).saturating_sub(sequence.frontier());
         let num_tokens = sequence.remaining().min(*budget).min(limit).min(room);
         let end = sequence.frontier() + num_tokens;
-        if num_tokens > 0 && self.grow(position, end)?.is_ok() {
+        let id = sequence.id;
+        if num_tokens > 0 && (self.grow(position, end)?.is_ok() || self.force_chunk(position, num_tokens)?) {
+            let position = self.position_of(id, position);
             let sequence = &mut self.running[position];
             sequence.num_planned = num_tokens;
             *budget -= num_tokens;
@@ -199,6 +202,13 @@ impl Core {
             }
         }
         Ok(())
+    }
+
+    /// Takes from others what a chunk needs for which no room was found, if it is of the oldest sequence, which always
+    /// gets on: one that came back from the host within its prompt has no promise for the rest of it.
+    fn force_chunk(&mut self, position: usize, num_tokens: u32) -> Result<bool> {
+        let id = self.running[position].id;
+        Ok(self.oldest(compartment_of(id)) == Some(id) && self.grow_or_preempt(position, num_tokens)?)
     }
 
     /// Writes the batch: decodes first, then prefill chunks and sequences with drafts.

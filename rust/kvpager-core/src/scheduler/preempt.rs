@@ -12,6 +12,7 @@ use super::compartments::{Coming, compartment_of, range_of};
 use super::core::Core;
 use super::host_tier::Overflow;
 use super::request::FinishReason;
+use super::scopes::TenantScope;
 use super::sequence::Sequence;
 use super::swap::MIN_TAIL_BLOCKS;
 use crate::ids::{AccountId, SequenceId, StepId};
@@ -23,6 +24,8 @@ pub(super) struct Asker<'a> {
     pub(super) id: SequenceId,
     pub(super) tenant: usize,
     pub(super) account: AccountId,
+    /// Whether guests of other tenants are charged to its account.
+    pub(super) has_guests: bool,
     pub(super) short: &'a Error,
     /// Seconds since its return below which a running sequence is no victim; `None` for growth, where age counts.
     pub(super) residency: Option<f64>,
@@ -72,8 +75,14 @@ impl Core {
             let tenant = &sequence.request.tenant;
             let columns = self.config.blocks_for(end).saturating_sub(sequence.blocks.len() as u32);
             let missing = columns * self.config.layer_groups.len() as u32;
-            let asker =
-                Asker { id, tenant: tenant.index, account: tenant.account, short: &short, residency: None };
+            let asker = Asker {
+                id,
+                tenant: tenant.index,
+                account: tenant.account,
+                has_guests: tenant.scope() != TenantScope::Private,
+                short: &short,
+                residency: None,
+            };
             let room = self.make_room(&asker, missing)?;
             position = self.position_of(id, position);
             match room {
@@ -223,7 +232,9 @@ impl Core {
         } else {
             let forced = self.oldest(compartment_of(asker.id)) == Some(asker.id);
             let is_protected = !forced && self.is_oldest_of_tenant(sequence);
-            if matches!(asker.short, Error::OverQuota { .. }) || is_protected {
+            // Its guests may wait for what it has: the oldest gets on.
+            let is_theirs = matches!(asker.short, Error::OverQuota { .. }) && !(forced && asker.has_guests);
+            if is_theirs || is_protected {
                 return Ok(());
             }
             let account = self.pool.account_stats(tenant.account)?;

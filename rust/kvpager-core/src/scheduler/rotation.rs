@@ -8,6 +8,7 @@
 use super::compartments::{self, compartment_of, range_of};
 use super::core::Core;
 use super::preempt::{Asker, Room};
+use super::scopes::TenantScope;
 use super::swap::MIN_TAIL_BLOCKS;
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -149,6 +150,7 @@ impl Core {
             id: sequence.id,
             tenant: tenant.index,
             account: tenant.account,
+            has_guests: tenant.scope() != TenantScope::Private,
             short,
             residency: Some(RESIDENCY * host.config.max_token_gap),
         };
