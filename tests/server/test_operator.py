@@ -336,7 +336,7 @@ def test_second_server_on_a_port_is_refused_its_own_operators_port_too() -> None
 
 def test_third_ctrl_c_ends_a_server_whose_model_hangs() -> None:
     with subprocess.Popen(
-        command("--model", "null", "--port", "0", "--step-time", "60"), stderr=subprocess.PIPE, text=True
+        command("--model", "null", "--port", "0", "--step-time", "50"), stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
         url = [process.stderr.readline() for _ in range(4)][1].split()[1].removesuffix("/v1")
