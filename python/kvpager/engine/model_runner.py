@@ -90,7 +90,7 @@ class NullRunner:
         if vocab_size < 4 or max_model_tokens < 2 or not 0.0 <= step_time < 60.0:
             raise InvalidArgumentError(
                 f"null runner: vocab_size {vocab_size} (at least 4), max_model_tokens {max_model_tokens} (at "
-                f"least 2), step_time {step_time} (from 0 to 60 seconds)"
+                f"least 2), step_time {step_time} (at least 0 and below 60 seconds)"
             )
         self.vocab_size = vocab_size
         self.max_model_tokens = max_model_tokens
