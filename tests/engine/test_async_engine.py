@@ -256,7 +256,9 @@ def test_loop_that_was_closed_under_its_streams_ends_them(served: AsyncEngine) -
 
 def test_stop_text_over_threads() -> None:
     runner = ScriptRunner("answer END and more")
-    engine = AsyncEngine(Engine(runner, EngineConfig(num_blocks=64), tokenizer=LetterTokenizer()))
+    # The bound keeps the engine from being done with all 400 tokens before this thread reads the tenth.
+    config = EngineConfig(num_blocks=64, max_buffered_tokens=64)
+    engine = AsyncEngine(Engine(runner, config, tokenizer=LetterTokenizer()))
 
     async def main() -> None:
         params = GenerationParams(max_tokens=400, stop=("END",), ignore_eos=True)

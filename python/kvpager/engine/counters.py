@@ -70,7 +70,8 @@ class TenantCounters:
     Attributes:
         submitted, started: requests accepted; those that have run.
         refused: requests not accepted.
-        ended: requests by reason.
+        ended: requests by reason. A stop text counts as `stop` if its consumer came to it before the request had
+            run to another end.
         num_ended: all of them.
         prompt_tokens, cached_tokens: of started requests, counted once each: looked up, and found.
         generation_tokens: tokens of ended requests.
