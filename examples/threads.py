@@ -28,7 +28,7 @@ class Waiter:
         return self._done.wait(timeout)
 
 
-def worker(engine: Engine, number: int, totals: list[int]) -> None:
+def worker(engine: Engine, number: int, totals: list[int], was_full: threading.Event) -> None:
     for i in range(REQUESTS):
         waiter = Waiter()
         while True:
@@ -40,18 +40,20 @@ def worker(engine: Engine, number: int, totals: list[int]) -> None:
             except RefusedError as error:
                 if not error.retryable:
                     raise
+                was_full.set()
                 threading.Event().wait(0.005)  # the queue is full: back off
-        assert waiter.wait(30)
+        assert waiter.wait(60)
         totals[number] += len(generation.token_ids)
 
 
 def main() -> None:
     engine = Engine(NullRunner(step_time=0.001), EngineConfig(num_blocks=64, max_running=2, max_waiting=2))
-    thread_of_the_engine = AsyncEngine(engine)  # only gives it a thread here; no event loop is needed
-    totals = [0] * THREADS
-    threads = [threading.Thread(target=worker, args=(engine, i, totals)) for i in range(THREADS)]
+    totals, was_full = [0] * THREADS, threading.Event()
+    threads = [threading.Thread(target=worker, args=(engine, i, totals, was_full)) for i in range(THREADS)]
     for thread in threads:
         thread.start()
+    was_full.wait()  # so that some have to try again, on a machine of any speed
+    thread_of_the_engine = AsyncEngine(engine)  # only gives it a thread here; no event loop is needed
     for thread in threads:
         thread.join()
     thread_of_the_engine.close()

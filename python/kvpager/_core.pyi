@@ -1154,7 +1154,7 @@ class SchedulerSnapshot:
 
     @property
     def is_exact(self) -> bool:
-        """Whether no step or commit came in between; if False, they left no gap for a thousand readings."""
+        """Whether no step or commit came in between; if False, they left no gap in 0.2 s."""
     @property
     def pool(self) -> PoolStats:
         """Blocks by state: held, cached, free and quarantined ones add up to the capacity."""

@@ -72,7 +72,6 @@ def test_pause_resume_drain_and_reset_through_python() -> None:
     assert not scheduler.abort(request)
 
 
-@pytest.mark.timeout(60)
 def test_threads_pause_and_resume_while_the_engine_runs() -> None:
     pool, scheduler = make(num_blocks=12)
     tenant = scheduler.add_tenant("alice")

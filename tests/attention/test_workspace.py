@@ -20,6 +20,7 @@ from kvpager.attention import (
     workspace_bytes,
 )
 from kvpager.errors import InvalidArgumentError
+from waiting import wait_until
 
 from .reference import Case, make_case
 
@@ -132,24 +133,17 @@ def long_integers(case: Case) -> tuple[Any, Any, Any]:
 
 
 def test_threads_end_when_fewer_are_asked_for(case: Case) -> None:
-    import time
-
     def names() -> Iterator[str]:
         for task in Path("/proc/self/task").glob("*/comm"):
             with contextlib.suppress(OSError):  # it has just ended
                 yield task.read_text()
 
-    def comes_to(count: int) -> bool:
-        """Whether there are as many threads before long; those of earlier calls may still be ending."""
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            if sum(name.startswith("kvpager-") for name in names()) == count:
-                return True
-            time.sleep(0.01)
-        return False
+    def wait_for(count: int) -> None:
+        """Waits for as many threads; those of earlier calls may still be ending."""
+        wait_until(lambda: sum(name.startswith("kvpager-") for name in names()) == count, f"{count} threads")
 
     set_num_threads(4)
     case.call(paged_attention)
-    assert comes_to(3)
+    wait_for(3)
     set_num_threads(1)
-    assert comes_to(0)
+    wait_for(0)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -55,23 +53,50 @@ def test_trace_events_are_those_of_the_format_and_cover_every_step(tmp_path: Pat
     assert all(event["dur"] >= 0 and event["ts"] >= 0 and event["pid"] == 1 for event in spans)
 
 
+INTERRUPTED = """
+import os, signal
+from kvpager.profile import measure
+
+timed, calls = measure._timed_step, iter(range(PLACE))
+def step(driver):
+    if next(calls, "here") == "here":
+        os.kill(os.getpid(), signal.SIGINT)
+    return timed(driver)
+measure._timed_step = step
+
+from kvpager.cli import main
+main()
+"""
+
+
+def interrupted_at(place: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A run that gets Ctrl-C at one of its steps, at the same one on a machine of any speed."""
+    sizes = ("--running", "4,64", "--steps", "10000000", "--prompt", "40", "--output", "30")
+    program = INTERRUPTED.replace("PLACE", str(place))
+    command = [sys.executable, "-c", program, "profile", *sizes, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("as_json", [False, True])
-def test_an_interrupt_prints_what_there_is(as_json: bool) -> None:
-    arguments = ["--running", "4,64", "--steps", "10000000", "--prompt", "40", "--output", "30"]
-    command = [*COMMAND, *arguments, *(["--json"] if as_json else [])]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(4)
-    run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=60)
-    assert run.returncode == 130, err
-    found = re.search(r"interrupted: (\d+) of 10000000 steps with 4 running, no further cases", err)
-    assert found is not None, err
+@pytest.mark.parametrize("place", [2, 1001])
+def test_an_interrupt_prints_what_there_is(place: int, as_json: bool) -> None:
+    run = interrupted_at(place, *(["--json"] if as_json else []))
+    assert run.returncode == 130, run.stderr
+    found = re.search(r"interrupted: (\d+) of 10000000 steps with 4 running, no further cases", run.stderr)
+    assert found is not None, run.stderr
+    assert int(found[1]) == place // 2, "each step is timed twice, once of them recorded"
     if as_json:
-        (case,) = json.loads(out)["cases"]
+        (case,) = json.loads(run.stdout)["cases"]
         assert (case["running"], case["steps"]) == (4, int(found[1]))
         assert case["step_us"]["p50"] > 0
     else:
-        assert "batch_arrays" in out
+        assert "batch_arrays" in run.stdout
+
+
+def test_an_interrupt_before_anything_was_timed_says_so() -> None:
+    run = interrupted_at(0, "--json")
+    assert (run.returncode, run.stderr) == (130, "interrupted before anything was timed\n")
+    assert json.loads(run.stdout) == {"cases": []}
 
 
 def test_lengths_come_from_a_trace() -> None:

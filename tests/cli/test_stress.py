@@ -6,15 +6,13 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpager._core import Stress
-
-pytestmark = pytest.mark.timeout(180)
+from waiting import PATIENCE, wait_until
 
 COMMAND = [sys.executable, "-c", "from kvpager.cli import main; main()", "stress"]
 
@@ -23,21 +21,30 @@ def run_stress(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
 
 
+def run_until_it_worked(operations: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A short run, or a longer one where others have the processors."""
+    for seconds in ("0.5", "5", "60"):
+        run = run_stress(*arguments, "--seconds", seconds, "--json")
+        assert run.returncode == 0, run.stdout + run.stderr
+        if found(run)["operations"] > operations:
+            break
+    return run
+
+
 def found(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return dict(json.loads(run.stdout))
 
 
 @pytest.mark.parametrize("ways", [(), ("--python",)])
 def test_json_has_the_documented_keys(ways: tuple[str, ...]) -> None:
-    run = run_stress(*ways, "--seconds", "1", "--threads", "3", "--seed", "5", "--json")
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = run_until_it_worked(100, *ways, "--threads", "3", "--seed", "5")
     report = found(run)
     assert report["ok"] is True
     assert report["seed"] == 5
     assert report["operations"] > 100
     assert report["checks"] > 0
     assert report["violations"] == []
-    assert 0.3 < report["wall_time"] < 30
+    assert report["wall_time"] > 0.3
     latency = report["latency_ns"]
     assert 0 < latency["p50"] <= latency["p99"] <= latency["p999"] <= latency["max"]
     assert "allocate" in report["latency_by_operation_ns"]
@@ -46,8 +53,7 @@ def test_json_has_the_documented_keys(ways: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("mix", ["alloc", "share", "cow", "quota", "all"])
 @pytest.mark.parametrize("ways", [(), ("--python",)])
 def test_every_mix_passes(mix: str, ways: tuple[str, ...]) -> None:
-    run = run_stress(*ways, "--mix", mix, "--seconds", "0.5", "--blocks", "100", "--tenants", "3", "--json")
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = run_until_it_worked(0, *ways, "--mix", mix, "--blocks", "100", "--tenants", "3")
     assert found(run)["operations"] > 0
 
 
@@ -105,23 +111,21 @@ def test_the_faults_are_listed() -> None:
 def wait_for_threads(pid: int) -> None:
     """Waits until a run's eight workers are there."""
     tasks = Path(f"/proc/{pid}/task")
-    until = time.monotonic() + 60
-    while len(list(tasks.iterdir())) < 9 and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_until(lambda: len(list(tasks.iterdir())) >= 9, "eight workers")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at the threads of another process")
 @pytest.mark.parametrize("ways", [(), ("--python",)])
 def test_ctrl_c_ends_with_what_there_is(ways: tuple[str, ...]) -> None:
     process = subprocess.Popen(
-        [*COMMAND, *ways, "--seconds", "100", "--json"],
+        [*COMMAND, *ways, "--seconds", "1000", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     wait_for_threads(process.pid)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, errors
     report = json.loads(output)
     assert report["interrupted"] is True

@@ -26,15 +26,23 @@ from kvpager.engine import (
     NullRunner,
 )
 from kvpager.errors import GenerationError, RefusedError, WrongStateError
+from waiting import PATIENCE, GatedRunner, until
 
 
 @pytest.fixture
 def served() -> Iterator[AsyncEngine]:
     runner = NullRunner(step_time=0.0005)
-    engine = AsyncEngine(Engine(runner, EngineConfig(num_blocks=512, max_running=128)))
+    # The bound keeps a request of 5000 tokens from its end, however long its consumer does not come to read.
+    config = EngineConfig(num_blocks=512, max_running=128, max_buffered_tokens=1000)
+    engine = AsyncEngine(Engine(runner, config))
     yield engine
     engine.close()
     assert idle(engine.engine)
+
+
+def gated(**sizes: Any) -> tuple[AsyncEngine, GatedRunner]:
+    runner = GatedRunner()
+    return AsyncEngine(Engine(runner, EngineConfig(**{"num_blocks": 512, **sizes}))), runner
 
 
 async def collect(engine: AsyncEngine, prompt: list[int], max_tokens: int) -> tuple[int, list[int]]:
@@ -44,10 +52,7 @@ async def collect(engine: AsyncEngine, prompt: list[int], max_tokens: int) -> tu
 
 
 async def wait_until_idle(engine: AsyncEngine) -> None:
-    deadline = time.perf_counter() + 20
-    while engine.engine.num_live or engine.engine.has_work():
-        assert time.perf_counter() < deadline
-        await asyncio.sleep(0.002)
+    await until(lambda: not engine.engine.num_live and not engine.engine.has_work(), "an idle engine")
 
 
 def check_tokens(request_id: int, tokens: list[int], count: int) -> None:
@@ -86,13 +91,24 @@ def test_many_event_loops_share_one_engine(served: AsyncEngine) -> None:
     assert not failures
 
 
-def test_cancellation_at_any_await_frees_everything(served: AsyncEngine) -> None:
+def test_cancellation_at_any_await_frees_everything() -> None:
     generator = random.Random(5)
+    config = EngineConfig(num_blocks=512, max_running=128, max_buffered_tokens=64)
+    served = AsyncEngine(Engine(NullRunner(step_time=0.0005), config))
 
     async def consumer(seed: int) -> None:
         stream = served.generate([seed % 5 + 1] * 30, GenerationParams(max_tokens=200, n=1 + seed % 2))
-        async for _ in stream:
-            await asyncio.sleep(0)
+        if seed % 3 == 0:  # waits for nothing but its next output
+            async for _ in stream:
+                if stream.output_tokens >= 50:
+                    break
+            stream.close()
+        async with stream:
+            async for _ in stream:
+                await asyncio.sleep(0)
+                if stream.output_tokens >= 50:  # with what may be unread fewer than 200: none ends by itself
+                    break
+            await asyncio.Event().wait()
 
     async def main() -> None:
         tasks = []
@@ -105,22 +121,27 @@ def test_cancellation_at_any_await_frees_everything(served: AsyncEngine) -> None
         for task in tasks:
             task.cancel()
         done = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(each is None or isinstance(each, asyncio.CancelledError) for each in done)
-        assert sum(each is not None for each in done) > 100
+        assert all(isinstance(each, asyncio.CancelledError) for each in done)
         await wait_until_idle(served)
-        assert idle(served.engine)
+        counters = served.engine.counters("default")
+        assert counters.submitted > 100
+        assert counters.ended == {"aborted": counters.submitted}
 
     asyncio.run(main())
+    served.close()
+    assert idle(served.engine)
 
 
 def test_second_consumer_of_a_stream_is_told_and_the_first_goes_on() -> None:
     async def main() -> None:
-        async with AsyncEngine(Engine(NullRunner(step_time=0.05), EngineConfig(num_blocks=64))) as engine:
+        engine, runner = gated()
+        async with engine:
             stream = engine.generate([1], GenerationParams(max_tokens=4))
             first = asyncio.ensure_future(anext(stream))
             await asyncio.sleep(0)
             with pytest.raises(WrongStateError, match="it has one consumer"):
                 await anext(stream)
+            runner.gate.open()
             tokens = [*(await first).token_ids, *[token async for one in stream for token in one.token_ids]]
             assert len(tokens) == 4
 
@@ -134,7 +155,7 @@ def test_dropped_stream_is_aborted(served: AsyncEngine) -> None:
         (generation,) = stream.generations
         del stream
         gc.collect()
-        await wait_until_idle(served)
+        await until(lambda: generation.has_ended, "the end of a stream that nobody has")
         assert generation.account is not None
         assert generation.account.reason == "aborted"
         assert generation.account.output_tokens < 5000
@@ -142,21 +163,26 @@ def test_dropped_stream_is_aborted(served: AsyncEngine) -> None:
     asyncio.run(main())
 
 
-def test_waiting_task_that_only_the_loop_knows_survives_a_collection(served: AsyncEngine) -> None:
+def test_waiting_task_that_only_the_loop_knows_survives_a_collection() -> None:
     found: list[int] = []
+    engine, runner = gated()
 
     async def consumer() -> None:
-        found.append(len((await collect(served, [1], 60))[1]))
+        found.append(len((await collect(engine, [1], 60))[1]))
 
     async def main() -> None:
         asyncio.create_task(consumer())  # noqa: RUF006
         for _ in range(50):
-            await asyncio.sleep(0.002)
+            await until(lambda: runner.gate.is_waiting, "a step")
+            for _ in range(3):  # what was computed is read: the task waits for what is not
+                await asyncio.sleep(0)
             gc.collect()
-        await wait_until_idle(served)
-        await asyncio.sleep(0.01)
+            runner.gate.allow()
+        runner.gate.open()
+        await until(lambda: found, "the task's end")
 
     asyncio.run(main())
+    engine.close()
     assert found == [60]
 
 
@@ -171,23 +197,29 @@ def test_leaving_the_with_block_ends_the_request(served: AsyncEngine) -> None:
     asyncio.run(main())
 
 
-def test_slow_consumer_delays_nobody_and_gets_everything_at_once(served: AsyncEngine) -> None:
+def test_slow_consumer_delays_nobody_and_gets_everything_at_once() -> None:
+    engine, runner = gated()
+
     async def main() -> None:
-        slow = served.generate([1], GenerationParams(max_tokens=300))
+        slow = engine.generate([1], GenerationParams(max_tokens=300))
+        runner.gate.allow()
         first = await anext(slow)
+        runner.gate.open()
         for _ in range(5):
-            check_tokens(*await collect(served, [2], 50), 50)
-        await wait_until_idle(served)
+            check_tokens(*await collect(engine, [2], 50), 50)
+        await until(lambda: slow.generations[0].has_ended, "the end of what nobody reads")
         outputs = [output async for output in slow]
         assert len(outputs) == 1, "what was unread comes together"
-        assert sum(len(output.token_ids) for output in (first, *outputs)) == 300
+        assert [len(output.token_ids) for output in (first, *outputs)] == [1, 299]
 
     asyncio.run(main())
+    engine.close()
 
 
 def test_many_streams_are_woken_over_several_turns_of_the_loop() -> None:
-    engine = AsyncEngine(Engine(NullRunner(step_time=0.02), EngineConfig(num_blocks=1024, max_running=200)))
+    engine, runner = gated(num_blocks=1024, max_running=200)
     outputs_of_turn: Counter[int] = Counter()
+    tokens_of: Counter[int] = Counter()
 
     async def main() -> None:
         turn = 0
@@ -199,16 +231,27 @@ def test_many_streams_are_woken_over_several_turns_of_the_loop() -> None:
                 turn += 1
 
         async def consume(place: int) -> None:
-            async for _ in engine.generate([place + 1], GenerationParams(max_tokens=10)):
+            async for output in engine.generate([place + 1], GenerationParams(max_tokens=10)):
                 outputs_of_turn[turn] += 1
+                tokens_of[place] += len(output.token_ids)
 
         counter = asyncio.create_task(count_turns())
-        await asyncio.gather(*(consume(place) for place in range(200)))
+        first = engine.generate([1], GenerationParams(max_tokens=1))  # holds the gate until all are submitted
+        await until(lambda: runner.gate.is_waiting)
+        consumers = [asyncio.create_task(consume(place)) for place in range(200)]
+        await asyncio.sleep(0)
+        runner.gate.allow()
+        await anext(first)
+        for length in range(1, 11):  # one step at a time: a slow loop finds no more than one token of each
+            runner.gate.allow()
+            await until(lambda length=length: list(tokens_of.values()) == [length] * 200, f"{length} tokens")
+        await asyncio.gather(*consumers)
         counter.cancel()
 
     asyncio.run(main())
     engine.close()
-    assert sum(outputs_of_turn.values()) > 1000
+    assert sum(outputs_of_turn.values()) >= 2000
+    # Two outputs of each of the 32 that wake up: its last token, and its end.
     assert max(outputs_of_turn.values()) <= 64, "one long turn would make everything else late"
 
 
@@ -218,8 +261,7 @@ def test_consumer_that_leaves_too_much_unread_is_waited_for_and_loses_nothing() 
     async def main() -> None:
         stream = engine.generate([1], GenerationParams(max_tokens=500))
         (generation,) = stream.generations
-        while not generation.is_paused:
-            await asyncio.sleep(0.002)
+        await until(lambda: generation.is_paused)
         assert len((await collect(engine, [2], 50))[1]) == 50, "others go on"
         assert 20 <= len(generation.token_ids) <= 22
         tokens = [token async for output in stream for token in output.token_ids]
@@ -227,8 +269,7 @@ def test_consumer_that_leaves_too_much_unread_is_waited_for_and_loses_nothing() 
 
     async def leave() -> None:
         stream = engine.generate([1], GenerationParams(max_tokens=500))
-        while not stream.generations[0].is_paused:
-            await asyncio.sleep(0.002)
+        await until(lambda: stream.generations[0].is_paused)
         stream.close()
         await wait_until_idle(engine)
 
@@ -239,19 +280,26 @@ def test_consumer_that_leaves_too_much_unread_is_waited_for_and_loses_nothing() 
     assert idle(engine.engine)
 
 
-def test_loop_that_was_closed_under_its_streams_ends_them(served: AsyncEngine) -> None:
+def test_loop_that_was_closed_under_its_streams_ends_them() -> None:
+    engine, runner = gated()
     loop = asyncio.new_event_loop()
     kept = []
 
     async def main() -> None:
-        stream = served.generate([1], GenerationParams(max_tokens=5000))
+        stream = engine.generate([1], GenerationParams(max_tokens=5000))
         kept.append(stream)
+        runner.gate.allow()
         await anext(stream)
 
     loop.run_until_complete(main())
     loop.close()
-    asyncio.run(wait_until_idle(served))
-    assert kept[0].generations[0].account.reason == "aborted"  # type: ignore[union-attr]
+    runner.gate.open()
+    (generation,) = kept[0].generations
+    asyncio.run(until(lambda: generation.has_ended, "the end of a stream without a loop"))
+    assert generation.account is not None
+    assert generation.account.reason == "aborted"
+    engine.close()
+    assert idle(engine.engine)
 
 
 def test_stop_text_over_threads() -> None:
@@ -304,7 +352,7 @@ def test_crashing_runner_fails_what_it_computed_and_goes_on() -> None:
 
 
 def test_fault_of_the_engine_itself_ends_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = AsyncEngine(Engine(NullRunner(step_time=0.001), EngineConfig(num_blocks=2048)))
+    engine, runner = gated(num_blocks=2048)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
     def broken(*_: object) -> None:
@@ -312,8 +360,10 @@ def test_fault_of_the_engine_itself_ends_everybody(monkeypatch: pytest.MonkeyPat
 
     async def main() -> None:
         stream = engine.generate([1], GenerationParams(max_tokens=5000))
+        runner.gate.allow()
         await anext(stream)
         monkeypatch.setattr(engine.engine._delivery, "deliver", broken)
+        runner.gate.open()
         with pytest.raises(GenerationError, match="the engine's thread ended: AssertionError: a bug"):
             async for _ in stream:
                 pass
@@ -327,12 +377,14 @@ def test_fault_of_the_engine_itself_ends_everybody(monkeypatch: pytest.MonkeyPat
 
 def test_drain_lets_everything_end_and_accepts_nothing_more() -> None:
     async def main() -> None:
-        async with AsyncEngine(Engine(NullRunner(step_time=0.001), EngineConfig(num_blocks=2048))) as engine:
+        engine, runner = gated()
+        async with engine:
             task = asyncio.create_task(collect(engine, [1], 50))
-            await asyncio.sleep(0.01)
+            await until(lambda: runner.gate.is_waiting, "a step")
             assert not await engine.drain(0.005)
             with pytest.raises(WrongStateError, match="it is draining"):
                 engine.generate([1])
+            runner.gate.open()
             assert await engine.drain()
             check_tokens(*await task, 50)
         assert engine.state == "stopped"
@@ -343,7 +395,8 @@ def test_drain_lets_everything_end_and_accepts_nothing_more() -> None:
 
 def test_shutdown_without_drain_tells_every_stream() -> None:
     async def main() -> None:
-        engine = AsyncEngine(Engine(NullRunner(step_time=0.001), EngineConfig(num_blocks=2048)))
+        config = EngineConfig(num_blocks=2048, max_buffered_tokens=64)  # unread, no request comes to its end
+        engine = AsyncEngine(Engine(NullRunner(step_time=0.001), config))
         streams = [engine.generate([1], GenerationParams(max_tokens=5000)) for _ in range(4)]
         await asyncio.gather(*(anext(stream) for stream in streams))
         await engine.shutdown()
@@ -409,31 +462,39 @@ def test_close_is_idempotent_and_may_come_from_any_thread() -> None:
     assert engine.state == "stopped"
 
 
-def test_child_of_a_fork_is_told_that_a_stream_is_not_its_own_and_may_leave_it(served: AsyncEngine) -> None:
+def test_child_of_a_fork_is_told_that_a_stream_is_not_its_own_and_may_leave_it() -> None:
     """In the child no engine thread runs: nothing would ever come, and nothing may be given back."""
+    engine, runner = gated()
 
     async def main() -> None:
-        async with served.generate([1, 2], GenerationParams(max_tokens=5000)) as stream:
-            await anext(stream)
+        async with engine.generate([1, 2], GenerationParams(max_tokens=20)) as stream:
+            runner.gate.allow(2)
+            (generation,) = stream.generations
+            await until(lambda: len(generation.token_ids) == 2 and runner.gate.is_waiting, "two tokens")
             child = os.fork()
             if child == 0:
                 os._exit(await in_the_child(stream))
             _, status = os.waitpid(child, 0)
             assert os.waitstatus_to_exitcode(status) == 7
-            await anext(stream)
+            runner.gate.open()
+            assert len([token async for output in stream for token in output.token_ids]) == 20
 
     async def in_the_child(stream: GenerationStream) -> int:
-        signal.alarm(20)  # a child that waits is killed
+        signal.alarm(int(PATIENCE))  # a child that waits is killed
         try:
-            while True:  # what had come before the fork can be read
-                await anext(stream)
+            if len((await anext(stream)).token_ids) != 2:  # what had come before the fork can be read
+                return 3
+            await anext(stream)
         except WrongStateError as error:
             stream.close()
             return 7 if str(os.getppid()) in str(error) else 1
         except BaseException:
             return 2
+        return 4
 
     asyncio.run(main())
+    engine.close()
+    assert idle(engine.engine)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from synthetic import idle
 
 from kvpager.engine import AsyncEngine, Engine, EngineConfig, GenerationParams, NullRunner, SamplingParams
 from kvpager.errors import GenerationError, InvalidArgumentError, RefusedError
+from waiting import PATIENCE, Gate, until
 
 VOCABULARY = 16
 
@@ -181,25 +181,23 @@ def test_abort_in_the_middle_frees_everything(step: int, open_steps: int) -> Non
     engine.close()
 
 
-class SlowRunner(PagedRunner):
-    """So slow that a search of 100 tokens outlasts the patience of its reader."""
-
-    def run(self, *arguments: Any) -> Any:
-        time.sleep(0.005)
-        return super().run(*arguments)
-
-
-def test_leaving_the_stream_frees_the_beams() -> None:
+@pytest.mark.parametrize("steps", [0, 1, 7])
+def test_leaving_the_stream_frees_the_beams(steps: int) -> None:
     config = EngineConfig(num_blocks=256, block_size=4, max_running=16, max_batch_tokens=64)
+    runner, gate = PagedRunner(VOCABULARY), Gate()
+    runner.before_run = gate.pass_through
 
     async def main() -> None:
-        async with AsyncEngine(Engine(SlowRunner(VOCABULARY), config)) as engine:
+        async with AsyncEngine(Engine(runner, config)) as engine:
             params = GenerationParams(max_tokens=100, beam_width=8, n=2)
             stream = engine.generate([3] * 30, params)
+            gate.allow(steps)
+            await until(lambda: gate.is_waiting and runner.num_runs == steps + 1, "a step")
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(anext(stream), 0.05)
+                await asyncio.wait_for(anext(stream), 0.01)
             await stream.aclose()
-            await engine.drain(5)
+            gate.open()
+            assert await engine.drain(PATIENCE)
             assert idle(engine.engine)
 
     asyncio.run(main())

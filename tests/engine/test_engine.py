@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,7 @@ from kvpager.engine import (
 )
 from kvpager.engine import engine as engine_module
 from kvpager.errors import GenerationError, InvalidArgumentError, RefusedError, WrongStateError
+from waiting import PATIENCE
 
 
 def text_engine(text: str, **sizes: Any) -> Engine:
@@ -212,6 +214,39 @@ def test_lost_runner_ends_the_engine_at_once() -> None:
     assert engine.state == "failed"
 
 
+class Witness:
+    """A listener that notes what anybody could see at the moment when it is told of an end."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.seen: list[tuple[str, int, int]] = []
+
+    def notify(self, generation: Generation) -> None:
+        if generation.has_ended:
+            ended = self.engine.counters("default").num_ended
+            self.seen.append((self.engine.state, ended, self.engine.num_live))
+
+
+def test_who_is_told_of_an_end_finds_it_counted_and_nothing_is_idle_before_all_are_told(
+    engine: Engine,
+) -> None:
+    witness = Witness(engine)
+    for length in (2, 2, 3):
+        engine.submit([1], GenerationParams(max_tokens=length), listener=witness)
+    engine.run()
+    assert witness.seen == [("running", 1, 3), ("running", 2, 2), ("running", 3, 1)]
+
+
+def test_who_is_told_of_the_failure_that_ends_the_engine_finds_it_failed() -> None:
+    engine, runner = logits_engine(max_failures=1)
+    runner.result = RuntimeError("bad device")
+    witness = Witness(engine)
+    engine.submit([1], listener=witness)
+    engine.run()
+    assert witness.seen == [("failed", 1, 1)]
+    assert idle(engine)
+
+
 def test_interrupted_step_continues_later() -> None:
     engine, runner = logits_engine()
     (generation,) = engine.submit([1], GenerationParams(max_tokens=4))
@@ -349,8 +384,8 @@ def test_child_of_a_fork_is_told_and_the_parent_goes_on(engine: Engine) -> None:
     answers = context.Queue()
     child = context.Process(target=_use_after_fork, args=(engine, answers))
     child.start()
-    assert f"belongs to process {os.getpid()}" in answers.get(timeout=20)
-    child.join(20)
+    assert f"belongs to process {os.getpid()}" in answers.get(timeout=PATIENCE)
+    child.join(PATIENCE)
     engine.run()
 
 
@@ -385,7 +420,10 @@ def test_snapshot_is_of_one_moment_while_the_engine_steps(engine: Engine) -> Non
     scraper = threading.Thread(target=scrape)
     scraper.start()
     try:
-        for place in range(300):
+        deadline = time.perf_counter() + PATIENCE
+        for place in itertools.count():
+            if (place >= 300 and taken > 10) or time.perf_counter() > deadline:
+                break
             tenant = ("alice", "bob")[place % 2]
             engine.submit([place % 7 + 1] * 40, GenerationParams(max_tokens=8), tenant=tenant)
             engine.step()

@@ -19,30 +19,38 @@ from kvpager.replay.run import RunSettings
 from kvpager.replay.search import find, parse_objectives
 from kvpager.replay.study import Study
 from kvpager.replay.watch import Watch, asked_to_stop
-
-from .commands import COMMAND
+from waiting import PATIENCE
 
 LONG = ("generate:reasoning", "--requests", "10000000", "--arrivals", "saturate")
 
 
-def processor_seconds(pid: int) -> float:
-    """What a process has computed so far."""
-    cells = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(cells[11]) + int(cells[12])) / os.sysconf("SC_CLK_TCK")
+INTERRUPTED = """
+import os, signal
+from kvpager.replay import watch
+
+past, tries, is_sent = 0, 0, False
+def report(ended, steps, now):
+    global past, tries, is_sent
+    tries, past = tries + (steps < past), steps
+    if ended and tries == TRIES and not is_sent:
+        is_sent = True
+        os.kill(os.getpid(), signal.SIGINT)
+watch.UNWATCHED = watch.Watch(report)
+
+from kvpager.cli import main
+main()
+"""
 
 
-def interrupted(*arguments: str | Path, after: float = 2.0) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command that gets Ctrl-C after so many seconds of the processor.
+def interrupted(*arguments: str | Path, tries: int = 0) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command that gets Ctrl-C once some requests of a run have ended.
 
-    Those pass as slowly as the command does on a busy machine.
+    Which run, `tries` says. Ctrl-C comes by what was done, so the machine's speed does not count.
     """
-    command = [*COMMAND, *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and processor_seconds(process.pid) < after:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    return process.returncode, out, err
+    program = INTERRUPTED.replace("TRIES", str(tries))
+    command = [sys.executable, "-c", program, "replay", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
 
 
 def study(**changes: Any) -> Study:
@@ -80,10 +88,11 @@ def test_table_says_so_too() -> None:
 
 def test_search_ends_with_its_tries() -> None:
     options = ("--find", "rate", "--slo", "ttft_p99=100s", "--no-oracle")
-    code, out, err = interrupted("generate:chat", "--requests", "20000", *options, "--json", after=3)
+    code, out, err = interrupted("generate:chat", "--requests", "20000", *options, "--json", tries=1)
     assert (code, err) == (130, ""), err
     found = json.loads(out)["search"]
     assert found["interrupted"]
+    assert len(found["tries"]) == 1
     met = [row["rate"] for row in found["tries"] if row["met"]]
     assert found["found"] == max(met, default=None)
 
@@ -130,7 +139,7 @@ def test_first_ctrl_c_asks_and_the_second_raises() -> None:
 def ended(process: subprocess.Popen[str]) -> str:
     """Standard error of a process that is to end by itself; one that does not is killed."""
     try:
-        return process.communicate(timeout=60)[1]
+        return process.communicate(timeout=PATIENCE)[1]
     except subprocess.TimeoutExpired:
         process.kill()
         raise

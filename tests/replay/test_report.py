@@ -77,7 +77,7 @@ def browser(*arguments: str, profile: Path) -> subprocess.CompletedProcess[str]:
         "--enable-logging=stderr",
     )
     return subprocess.run(
-        [found, *fixed, *arguments], capture_output=True, text=True, timeout=120, check=False
+        [found, *fixed, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from kvpager.engine import AsyncEngine, ByteTokenizer, Engine, EngineConfig, Mod
 from kvpager.server import ServerSettings, TenantTable
 from kvpager.server.running import Addresses, bind, serve
 from kvpager.server.tenants import TenantSpec, hash_key
+from waiting import PATIENCE, wait_until
 
 ALICE, BOB, OPERATOR = "key-of-alice", "key-of-bob", "key-of-the-operator"
 
@@ -49,29 +49,30 @@ class Running:
 
     def client(self, key: str = ALICE, **options: Any) -> openai.OpenAI:
         options.setdefault("max_retries", 0)
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=60, **options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=PATIENCE, **options)
 
     def post(self, path: str, body: Any, key: str | None = ALICE, **options: Any) -> httpx.Response:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         content = {"content": body} if isinstance(body, bytes) else {"json": body}
-        return httpx.post(self.url + path, headers=headers, timeout=60, **content, **options)
+        return httpx.post(self.url + path, headers=headers, timeout=PATIENCE, **content, **options)
 
     def get(self, path: str, key: str | None = ALICE) -> httpx.Response:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        return httpx.get(self.url + path, headers=headers, timeout=60)
+        return httpx.get(self.url + path, headers=headers, timeout=PATIENCE)
+
+    def get_as_operator(self, path: str) -> httpx.Response:
+        """From the operator's port, without a key."""
+        return httpx.get(self.operator_url + path, timeout=PATIENCE)
 
     def wait_until_published(self) -> None:
         """Waits until the public system prompts were computed; their blocks stay held."""
-        while self.engine.engine.num_live or self.engine.engine.has_work():
-            time.sleep(0.005)
+        engine = self.engine.engine
+        wait_until(lambda: not engine.num_live and not engine.has_work(), "published prompts")
 
     def wait_until_idle(self) -> None:
         """Waits until nothing is in flight; then every block must be free or cached."""
-        deadline = time.perf_counter() + 60
         engine = self.engine.engine
-        while engine.num_live or engine.has_work():
-            assert time.perf_counter() < deadline, f"{engine.num_live} requests are in flight"
-            time.sleep(0.005)
+        wait_until(lambda: not engine.num_live and not engine.has_work(), "an idle engine")
         stats = engine.pool.stats()
         assert (stats.held, stats.reserved, stats.quarantined) == (0, 0, 0)
         assert stats.cached + stats.free == stats.capacity
@@ -123,17 +124,20 @@ def running_server(
     finally:
         if thread.is_alive():
             loop.call_soon_threadsafe(stop.set)
-        thread.join(60)
+        thread.join(2 * PATIENCE)
         assert not thread.is_alive()
         assert not failures, failures
 
 
 def _wait_for(running: Running, failures: list[BaseException]) -> None:
-    deadline = time.perf_counter() + 30
-    while not failures and time.perf_counter() < deadline:
+    """Returns once the server answers, or its thread has failed."""
+
+    def answers() -> bool:
         try:
-            httpx.get(running.url + "/ready", timeout=5)
-            return
+            httpx.get(running.url + "/ready", timeout=PATIENCE)
         except httpx.TransportError:
-            time.sleep(0.02)
-    raise AssertionError(f"the server did not start: {failures}")
+            return bool(failures)
+        return True
+
+    wait_until(answers, "the server's first answer")
+    assert not failures, failures

@@ -87,7 +87,9 @@ def abandon_many(server: Running, count: int, slowest: float, *, with_beams: boo
 def test_aborted_streams_leave_nothing_held_reserved_or_quarantined(open_steps: int) -> None:
     runner = NullRunner(step_time=0.001, vocab_size=259)
     count = NUM_STREAMS // open_steps
-    with running_server(runner=runner, num_blocks=512, max_running=32, max_open_steps=open_steps) as server:
+    # The bound keeps requests from their end while the server has no processor to see that a client has gone.
+    sizes = {"num_blocks": 512, "max_running": 32, "max_buffered_tokens": 50}
+    with running_server(runner=runner, max_open_steps=open_steps, **sizes) as server:
         ends = abandon_many(server, count, slowest=0.3)
         assert sum(ends.values()) == count
         assert ends["early"] > count // 20

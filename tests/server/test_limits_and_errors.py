@@ -16,6 +16,7 @@ from kvpager import Retention
 from kvpager.engine import Engine, EngineConfig, GenerationParams, NullRunner
 from kvpager.errors import InvalidArgumentError, RefusedError
 from kvpager.server import hash_key, new_key, read_tenants
+from waiting import PATIENCE
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -183,10 +184,10 @@ def test_without_a_known_key_everything_is_401(server: Running, key: str | None)
     if key == "key-of-alice ":
         headers = {"Authorization": b"Basic key-of-alice"}
     for path in ("/v1/models", "/stats", "/metrics"):
-        response = httpx.get(server.url + path, headers=headers)
+        response = httpx.get(server.url + path, headers=headers, timeout=PATIENCE)
         assert error_of(response, 401)["code"] == "invalid_api_key"
-    response = httpx.post(server.url + CHAT, headers=headers, json={"model": "null", "messages": HELLO})
-    error_of(response, 401)
+    body = {"model": "null", "messages": HELLO}
+    error_of(httpx.post(server.url + CHAT, headers=headers, json=body, timeout=PATIENCE), 401)
 
 
 def test_anonymous_tenant_may_be_turned_on_and_a_wrong_key_is_not_anonymous() -> None:
@@ -194,7 +195,8 @@ def test_anonymous_tenant_may_be_turned_on_and_a_wrong_key_is_not_anonymous() ->
         assert server.get("/v1/models", key=None).status_code == 200
         assert server.get("/v1/models", key="wrong").status_code == 401
         for header in ("Basic abc", "", "Bearer"):
-            response = httpx.get(server.url + "/v1/models", headers={"Authorization": header})
+            headers = {"Authorization": header}
+            response = httpx.get(server.url + "/v1/models", headers=headers, timeout=PATIENCE)
             assert error_of(response, 401)["message"] == "no API key was given"
         server.post("/v1/completions", {"model": "null", "prompt": "a"}, key=None)
         assert server.engine.snapshot().tenants["anonymous"].submitted == 1
@@ -210,7 +212,7 @@ def test_long_bodies_are_413_whether_their_length_is_told_or_not() -> None:
                 yield b"x" * 1000
 
         headers = {"Authorization": f"Bearer {ALICE}"}
-        error_of(httpx.post(server.url + CHAT, headers=headers, content=chunks()), 413)
+        error_of(httpx.post(server.url + CHAT, headers=headers, content=chunks(), timeout=PATIENCE), 413)
         assert server.get("/v1/models").status_code == 200
 
 
@@ -222,7 +224,7 @@ def test_client_that_leaves_in_its_body_leaves_nothing_in_the_log(
         port = int(server.url.rsplit(":", 1)[1])
         head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {ALICE}\r\n"
         for rest in ("Content-Length: 100\r\n\r\nabc", "Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"):
-            with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+            with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
                 connection.sendall((head + rest).encode())
         long = head + "Transfer-Encoding: chunked\r\n\r\n4e20\r\n" + "x" * 20_000
         assert raw(server, long.encode()).startswith(b"HTTP/1.1 413")
@@ -258,7 +260,7 @@ def test_request_that_never_fits_tells_what_the_tenant_may_have_and_not_the_pool
 def raw(server: Running, data: bytes) -> bytes:
     port = int(server.url.rsplit(":", 1)[1])
     received = b""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
         try:
             for start in range(0, len(data), 10_000):
                 connection.sendall(data[start : start + 10_000])

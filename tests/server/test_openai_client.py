@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from http_server import ALICE, BOB, Running, running_server, two_tenants
 
 from kvpager.engine import ByteTokenizer, NullRunner
 from kvpager.server.tenants import SharedScope, TenantSpec, TenantTable, hash_key
+from waiting import GatedRunner, wait_until
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
@@ -283,8 +285,9 @@ def test_request_that_can_never_fit_is_400_with_the_numbers(server: Running) -> 
 
 
 def test_too_many_requests_are_429_with_a_time_and_the_client_retries() -> None:
-    with running_server(table=two_tenants(max_requests=2), runner=NullRunner(step_time=0.01)) as server:
-        client = server.client()
+    runner = GatedRunner()
+    with running_server(table=two_tenants(max_requests=2), runner=runner) as server:
+        client, counters = server.client(), server.engine.engine.counters("alice")
         streams = [
             client.completions.create(model="null", prompt="x", max_tokens=40, stream=True) for _ in range(2)
         ]
@@ -295,20 +298,24 @@ def test_too_many_requests_are_429_with_a_time_and_the_client_retries() -> None:
             openai.BadRequestError, match="3 samples are asked for, at most 2 may be in flight"
         ):
             client.completions.create(model="null", prompt="x", max_tokens=2, n=3)
-        assert server.engine.snapshot().tenants["alice"].refused == 2
-        server.client(BOB).completions.create(model="null", prompt="x", max_tokens=2)
-        patient = server.client(max_retries=4)
-        assert patient.completions.create(model="null", prompt="x", max_tokens=2).choices[0].text
-        for stream in streams:
-            assert sum(len(chunk.choices[0].text) for chunk in stream) == 40
+        assert counters.refused == 2
+        other = server.client(BOB).completions.create(model="null", prompt="x", max_tokens=2, stream=True)
+        with ThreadPoolExecutor() as pool:
+            patient = server.client(max_retries=60).completions
+            answer = pool.submit(patient.create, model="null", prompt="x", max_tokens=2)
+            wait_until(lambda: counters.refused == 3, "a refusal of the patient client")
+            runner.gate.open()
+            assert answer.result().choices[0].text
+        for stream, length in ((streams[0], 40), (streams[1], 40), (other, 2)):
+            assert sum(len(chunk.choices[0].text) for chunk in stream) == length
 
 
 def test_full_queue_is_429_and_says_nothing_of_others() -> None:
-    runner = NullRunner(step_time=0.02)
+    runner = GatedRunner()
     with running_server(runner=runner, max_running=1, max_waiting=2) as server:
         client = server.client()
         kept = [client.completions.create(model="null", prompt="x", max_tokens=50, stream=True)]
-        next(kept[0])  # it runs: the others wait
+        wait_until(lambda: runner.gate.is_waiting, "a step")  # it runs: the others wait
         for _ in range(2):
             kept.append(client.completions.create(model="null", prompt="x", max_tokens=50, stream=True))
         with pytest.raises(openai.RateLimitError) as caught:
@@ -317,6 +324,7 @@ def test_full_queue_is_429_and_says_nothing_of_others() -> None:
         assert caught.value.body["message"] == text  # type: ignore
         for stream in kept:
             stream.close()
+        runner.gate.open()
         server.wait_until_idle()
 
 
@@ -329,19 +337,19 @@ def test_request_beyond_the_time_limit_fails_as_one() -> None:
 
 
 def test_full_queue_of_a_tenant_is_429_for_that_tenant() -> None:
-    runner = NullRunner(step_time=0.02)
+    runner = GatedRunner()
     table = two_tenants(max_waiting=1)
     with running_server(runner=runner, table=table, max_running=1) as server:
         client = server.client()
         kept = [client.completions.create(model="null", prompt="x", max_tokens=50, stream=True)]
-        next(kept[0])  # it runs: the others wait
-        for _ in range(1):
-            kept.append(client.completions.create(model="null", prompt="x", max_tokens=50, stream=True))
+        wait_until(lambda: runner.gate.is_waiting, "a step")  # it runs: the others wait
+        kept.append(client.completions.create(model="null", prompt="x", max_tokens=50, stream=True))
         with pytest.raises(openai.RateLimitError, match="1 of them yours: your limit is 1: try again in"):
             client.completions.create(model="null", prompt="x")
         other = server.client(BOB).completions.create(model="null", prompt="x", stream=True)
         for stream in (*kept, other):
             stream.close()
+        runner.gate.open()
         server.wait_until_idle()
 
 

@@ -228,7 +228,7 @@ def test_threads_match_insert_and_evict_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join()
     assert not failures
     gc.collect()
     index.check_invariants()

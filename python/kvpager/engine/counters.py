@@ -70,8 +70,8 @@ class TenantCounters:
     Attributes:
         submitted, started: requests accepted; those that have run.
         refused: requests not accepted.
-        ended: requests by reason. A stop text counts as `stop` if its consumer came to it before the request had
-            run to another end.
+        ended: requests by reason. A stop text counts as `stop` if its consumer came to it before the request
+            had run to another end.
         num_ended: all of them.
         prompt_tokens, cached_tokens: of started requests, counted once each: looked up, and found.
         generation_tokens: tokens of ended requests.
@@ -168,6 +168,7 @@ class EngineSnapshot:
         accounts: blocks of each tenant.
         tenants: counters of each tenant; shared with the engine, read them at once.
         failed_steps: steps that the runner failed.
+        is_exact: whether no turn of the scheduler came in between, see `SchedulerSnapshot`.
     """
 
     state: str
@@ -177,3 +178,4 @@ class EngineSnapshot:
     accounts: dict[str, AccountStats]
     tenants: dict[str, TenantCounters]
     failed_steps: int
+    is_exact: bool

@@ -134,16 +134,23 @@ class Delivery:
             self.resume(generation)
 
     def close(self, finished: Sequence[FinishedRequest]) -> None:
-        """Ends what the scheduler has closed the accounts of."""
+        """Ends what the scheduler has closed the accounts of.
+
+        Other threads look on, so the order counts: who sees that a request has ended finds it counted (but
+        for a search, whose answers are handed over before its sequences leave), who sees that nothing is live
+        finds everybody told.
+        """
         now = time.perf_counter()
         for account in finished:
-            for generation in self._registry.closed_by(account):
+            closed = self._registry.closed_by(account)
+            for generation in closed:
                 generation.account = account
                 if generation.finish_reason is None:
                     generation.finish_reason = account.reason
                     if generation.error is None and account.reason == "error":
                         generation.error = account.detail
-                generation.has_ended = True
                 self._registry.counters_of(generation.tenant).note_ended(generation, account, now)
+                generation.has_ended = True
                 if generation.listener is not None:
                     generation.listener.notify(generation)
+            self._registry.forget(closed)

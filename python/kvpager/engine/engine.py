@@ -294,6 +294,7 @@ class Engine:
             accounts=counts.accounts,
             tenants=self._registry.counters,
             failed_steps=self._failed_steps,
+            is_exact=counts.is_exact,
         )
 
     def max_waiting(self, tenant: str) -> int:
@@ -458,9 +459,13 @@ class Engine:
         self._failures_in_a_row += 1
         self._failed_steps += 1
         text = f"the model failed: {describe(error)}"
+        reason = f"{text} ({self._failures_in_a_row} steps in a row)"
+        is_over = isinstance(error, RunnerLostError) or self._failures_in_a_row >= self.config.max_failures
+        if is_over:  # before anybody is told: who then asks finds the engine failed
+            self._registry.leave("failed", reason)
         self._give_up(text, fail=True)
-        if isinstance(error, RunnerLostError) or self._failures_in_a_row >= self.config.max_failures:
-            self.fail(f"{text} ({self._failures_in_a_row} steps in a row)")
+        if is_over:
+            self.fail(reason)
 
     def fail(self, reason: str) -> None:
         """Ends the engine: everything in flight ends with the reason, nothing more is accepted."""
@@ -475,6 +480,7 @@ class Engine:
                 generation.has_ended = True
                 if generation.listener is not None:
                     generation.listener.notify(generation)
+            self._registry.live.clear()
             self._stop_model_thread()
 
     def _stop_model_thread(self) -> None:

@@ -155,7 +155,7 @@ class Registry:
         return not generation.has_ended and self._scheduler.abort(request_id)
 
     def closed_by(self, account: FinishedRequest) -> list[Generation]:
-        """The generations that an account is the last word of; they are live no longer.
+        """The generations that an account is the last word of.
 
         A search whose prompt was never computed ends by one account: its first token makes the other beams.
         """
@@ -163,12 +163,16 @@ class Registry:
         closed, search = [generation], generation.search
         if search is not None and account.branch == 0 and account.output_tokens == 0:
             closed = [member for member in search.members if member.request_id in self.live]
+        return closed
+
+    def forget(self, closed: list[Generation]) -> None:
+        """Takes them out of what is live: the last thing that happens to them."""
+        search = closed[0].search
         for each in closed:
             del self.live[each.request_id]
         if search is not None and not any(member.request_id in self.live for member in search.members):
             with self._lock:
                 self.num_searches -= 1
-        return closed
 
     def leave(self, state: str, reason: str | None = None) -> None:
         """Accepts nothing from now on, with the state that says why. What was accepted is in `live`."""

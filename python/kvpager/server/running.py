@@ -24,6 +24,12 @@ __all__ = ["Addresses", "bind", "serve"]
 
 _CLOSE_TIMEOUT = 5
 
+_KEEP_ALIVE = 75
+"""Seconds that an idle connection is kept: clients (5 s) and proxies (60 s) keep it for less and close it.
+
+A server that closes first may do so while a request is on its way, which then fails.
+"""
+
 _BACKLOG = 2048
 """Connections that may wait while the model loads."""
 
@@ -144,6 +150,7 @@ def _server(app: FastAPI) -> _Server:
         access_log=False,
         log_level="warning",
         server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT,
     )
     return _Server(config)

@@ -374,7 +374,7 @@ fn two_threads_in_the_scheduler_are_an_error_at_the_call() {
     let seen = std::sync::atomic::AtomicBool::new(false);
     let start = std::time::Instant::now();
     let work = || {
-        while !seen.load(std::sync::atomic::Ordering::Relaxed) && start.elapsed().as_secs() < 20 {
+        while !seen.load(std::sync::atomic::Ordering::Relaxed) && start.elapsed().as_secs() < 60 {
             match engine.scheduler.step(0) {
                 Ok(batch) => while engine.scheduler.commit(batch.step_id, &[0], &[]).is_err() {},
                 Err(Error::WrongState(_)) => seen.store(true, std::sync::atomic::Ordering::Relaxed),

@@ -10,9 +10,16 @@ use crate::sync::{AtomicU64, Ordering, fence};
 use crate::{Error, Result};
 use std::ops::{Deref, DerefMut};
 use std::sync::{MutexGuard, TryLockError};
+use std::time::{Duration, Instant};
 
-/// Readings that are tried before one is taken that a turn may have crossed.
-const MOST_READINGS: u32 = 1000;
+/// Readings that are tried one after the other before there is a pause between them.
+const READINGS_AT_ONCE: u32 = 1000;
+
+const PAUSE: Duration = Duration::from_micros(100);
+
+/// Seconds after which a reading is taken that a turn may have crossed. On a machine that others keep busy, a thread
+/// that has lost its processor in a turn gets it back long before.
+const LONGEST_WAIT: Duration = Duration::from_millis(200);
 
 /// The counts of a scheduler, its pool and its tenants.
 #[derive(Clone, Debug)]
@@ -61,14 +68,25 @@ impl Scheduler {
     /// # Errors
     /// Never for a scheduler's own accounts.
     pub fn snapshot(&self) -> Result<SchedulerSnapshot> {
-        for _ in 0..MOST_READINGS {
+        self.exact_within(LONGEST_WAIT)
+    }
+
+    fn exact_within(&self, longest: Duration) -> Result<SchedulerSnapshot> {
+        let begin = Instant::now();
+        for _ in 0..READINGS_AT_ONCE {
             let snapshot = self.read_once()?;
             if snapshot.is_exact {
                 return Ok(snapshot);
             }
             std::thread::yield_now();
         }
-        self.read_once()
+        loop {
+            let snapshot = self.read_once()?;
+            if snapshot.is_exact || begin.elapsed() >= longest {
+                return Ok(snapshot);
+            }
+            std::thread::sleep(PAUSE);
+        }
     }
 
     /// One reading, which a turn may have crossed: [`SchedulerSnapshot::is_exact`] says so.
@@ -110,5 +128,25 @@ impl Scheduler {
         // Release fence: a reader that sees a change of this turn sees that the turn began.
         fence(Ordering::Release);
         Ok(Turn { core, turns: &self.turns })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::SchedulerConfig;
+    use super::*;
+    use crate::block_pool::{BlockPool, PoolConfig};
+
+    #[test]
+    fn a_snapshot_waits_for_a_turn_that_has_lost_its_processor() {
+        let pool = BlockPool::new(PoolConfig { num_blocks: 8, ..PoolConfig::default() }).unwrap();
+        let scheduler = Scheduler::new(pool, None, SchedulerConfig::default()).unwrap();
+        let turn = scheduler.enter().unwrap();
+        std::thread::scope(|scope| {
+            let reader = scope.spawn(|| scheduler.exact_within(Duration::from_secs(60)).unwrap());
+            std::thread::sleep(Duration::from_millis(50));
+            drop(turn);
+            assert!(reader.join().unwrap().is_exact);
+        });
     }
 }

@@ -206,7 +206,8 @@ fn draw<const F: u8>(
     floor: &Floor,
 ) -> Result<(), Violation> {
     for i in 0..worker.world.round.operations.div_ceil(PHASES) {
-        if i % BETWEEN_LOOKS == 0 && floor.is_over() {
+        // Not before the first ones: a round does something, however late its threads get a processor.
+        if i % BETWEEN_LOOKS == 0 && (floor.is_stopped() || (i > 0 && floor.is_over())) {
             break;
         }
         let op = generator.next(worker);

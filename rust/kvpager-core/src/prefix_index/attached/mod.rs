@@ -315,20 +315,27 @@ mod tests {
         index.attach_groups(&[Span::Sliding(8)]).unwrap();
         let attached = index.attached.get().unwrap();
         let long = vec![BlockHandle::from_bits(0); 1 << 23];
-        let is_over = AtomicBool::new(false);
-        let num_times = std::thread::scope(|scope| {
-            scope.spawn(|| {
-                assert_eq!(index.usable_blocks(&long), 0);
-                is_over.store(true, Ordering::Relaxed);
-            });
-            let mut num_times = 0;
-            while !is_over.load(Ordering::Relaxed) {
-                drop(attached.state());
-                num_times += 1;
-                std::thread::sleep(std::time::Duration::from_micros(10));
-            }
-            num_times
-        });
-        assert!(num_times > 20, "{num_times} times");
+        let times_beside = || {
+            let is_over = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    assert_eq!(index.usable_blocks(&long), 0);
+                    is_over.store(true, Ordering::Relaxed);
+                });
+                let mut num_times = 0;
+                while !is_over.load(Ordering::Relaxed) {
+                    drop(attached.state());
+                    num_times += 1;
+                    std::thread::sleep(std::time::Duration::from_micros(10));
+                }
+                num_times
+            })
+        };
+        // On a machine that gives the others no processor meanwhile, at a later attempt.
+        let (start, mut attempts) = (std::time::Instant::now(), vec![times_beside()]);
+        while attempts.last().is_some_and(|&times| times <= 20) {
+            assert!(start.elapsed().as_secs() < 60, "{attempts:?} times");
+            attempts.push(times_beside());
+        }
     }
 }
