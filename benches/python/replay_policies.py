@@ -12,7 +12,7 @@ from sections import head, row
 from kvpager.replay.run import RunSettings, served_tokens
 from kvpager.replay.study import Study
 
-__all__ = ["MOONCAKE", "WORKLOADS", "admission", "overflow", "reordered", "tenants"]
+__all__ = ["MOONCAKE", "WORKLOADS", "admission", "lengths", "overflow", "reordered", "tenants"]
 
 MOONCAKE = "mooncake_conversation_trace.jsonl.gz"
 AZURE = "AzureLLMInferenceTrace_conv.csv.gz"
@@ -99,6 +99,19 @@ def reordered(traces: Path, requests: int) -> Iterator[str]:
                 f"{max(run['swapped_tokens'] / run['prompt_tokens'] for run in runs):.2%}",
                 f"{max(run['worst_token_gap'] for run in runs):.2f}",
             )
+
+
+def lengths(traces: Path, requests: int) -> Iterator[str]:
+    """`forecast` on one workload whose requests are of one tenant, or of several that it tells apart."""
+    shares = ("preempted", "recomputed", "swapped")
+    yield from head("tenants", "pool", "policy", "time", *shares, "gap, s", "batch p50 / max")
+    for rule in (None, "field:client", "heavy=9,light=1"):
+        for tokens in POOL_TOKENS[:2]:
+            study = _study(traces, "R1 (ServeGen)", tokens, requests, policies=("forecast",), tenants=rule)
+            runs = [run for answer in (study, _with_host_tier(study)) for run in answer.run()]
+            for run in runs:
+                policy, time, _, *rest = _cells(run)
+                yield row(f"`{rule}`" if rule else "one", f"{tokens // 1000}k", policy, time, *rest)
 
 
 def _quantiles(latency: dict[str, float]) -> str:

@@ -30,6 +30,7 @@ PARTS: dict[str, Callable[[Path, int], Iterator[str]]] = {
     "reordered": replay_policies.reordered,
     "overflow": replay_policies.overflow,
     "tenants": replay_policies.tenants,
+    "lengths": replay_policies.lengths,
     "eviction": replay_caches.eviction,
     "block-sizes": replay_caches.block_sizes,
     "speed": replay_speed.speed,

@@ -1608,8 +1608,8 @@ class Scheduler:
 
         A row with k drafts has 1 + k tokens and samples after each. `commit` brings the drafts that were
         right and one token more; the others are rolled back, and were never cached. Drafts are ignored if
-        their sequence has ended, has more than one token to compute or is in an open step, and where they
-        would reach beyond `max_tokens`.
+        their sequence has ended, is aborted or paused by the next step, has more than one token to compute
+        or is in an open step, and where they would reach beyond `max_tokens`.
 
         Args:
             sequence_ids: [n] whose.
@@ -1618,7 +1618,8 @@ class Scheduler:
             tokens: [m] draft token ids.
 
         Raises:
-            InvalidArgumentError: for arrays that do not fit together, or an id that was never issued.
+            InvalidArgumentError: for arrays that do not fit together, or an id that was never issued or is
+                there twice.
         """
     def draft_counts(self) -> tuple[list[int], list[int]]:
         """Drafts (verified, accepted) so far, by their place after the last known token."""

@@ -95,3 +95,32 @@ def test_the_core_allocates_nothing_in_a_steady_step() -> None:
     """What is left is the handle that Python gets: the same few allocations whatever the batch."""
     few, many = make_scheduler(2), make_scheduler(64)
     assert max(run(few, 200)[50:]) == max(run(many, 200)[50:])
+
+
+def forecasting_scheduler(running: int) -> Scheduler:
+    """Requests of two tenants that decode for long, and one that waits for more blocks than there are."""
+    pool = BlockPool(200 * running)
+    scheduler = Scheduler(
+        pool,
+        PrefixIndex(pool, block_size=16),
+        block_size=16,
+        max_batch_tokens=4096,
+        max_running=running + 1,
+        max_model_tokens=3200 * running,
+        policy="forecast",
+    )
+    tenants = [scheduler.add_tenant("a"), scheduler.add_tenant("b")]
+    for i in range(running):
+        prompt = np.arange(20 + i, dtype=np.int32) + 1000 * i
+        scheduler.submit(tenants[i % 2], prompt, max_tokens=2000)
+    while scheduler.stats().num_running < running:
+        run(scheduler, 1)
+    scheduler.submit(tenants[0], np.zeros(3190 * running, np.int32), max_tokens=1)
+    return scheduler
+
+
+def test_the_core_allocates_nothing_where_the_forecast_looks_at_two_tenants() -> None:
+    """Every 32 steps, for the head that waits; what a tenant has of its own is made at the first looks."""
+    few, many = forecasting_scheduler(2), forecasting_scheduler(64)
+    assert max(run(few, 300)[150:]) == max(run(many, 300)[150:])
+    assert few.stats().num_waiting == many.stats().num_waiting == 1

@@ -84,6 +84,19 @@ def test_tenants_by_column_of_a_table(tmp_path: Path) -> None:
     assert "generated traces have no named fields" in nameless.stderr
 
 
+def test_tenants_by_client_of_a_servegen_set(shared_dir: Path) -> None:
+    path = shared_dir / "traces" / "servegen_deepseek-r1_clients_A.tar.xz"
+    (run,) = runs(path, "--requests", 300, "--tenants", "field:client", "--no-oracle", "--reuse", "off")
+    finished = {tenant["tenant"]: tenant["finished"] for tenant in run["tenants"]}
+    assert (len(finished), sum(finished.values())) == (7, 300)
+    assert max(finished, key=lambda name: finished[name]) == "35"
+    (together,) = runs(path, "--requests", 300, "--no-oracle", "--reuse", "off")
+    assert together["prompt_tokens"] == run["prompt_tokens"], "the same requests, whoever they are of"
+    missing = run_command(path, "--tenants", "field:model")
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
+    assert "the only field of servegen traces is client" in missing.stderr
+
+
 def test_light_tenant_is_not_kept_behind_the_backlog_of_a_heavy_one(tmp_path: Path) -> None:
     """The heavy tenant's thousands wait in its own queue; the light one is served in turn."""
     heavy = [{"input_length": 100, "output_length": 50, "tenant": "heavy"}] * 3000

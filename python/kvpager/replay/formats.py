@@ -62,7 +62,7 @@ def open_trace(
     if not (path.is_file() or path.is_dir()):
         raise InvalidArgumentError(f"{path}: neither a file nor a directory; a pipe cannot be read twice")
     name = detect_format(path, bad) if format_name == "auto" else format_name
-    if name in ("mooncake", "sessions", "servegen"):
+    if name in ("mooncake", "sessions"):
         _refuse_field(tenants, name)
     match name:
         case "mooncake":
@@ -74,7 +74,7 @@ def open_trace(
         case "sessions":
             return read_sessions(path, bad, seed=seed)
         case "servegen":
-            return read_servegen(path, bad, seed=seed, requests=requests)
+            return read_servegen(path, bad, seed=seed, requests=requests, tenants=tenants)
         case "requests":
             return read_requests(path, bad, tenants)
     raise InvalidArgumentError(f"trace format {name!r} is unknown: use auto, {', '.join(FORMATS)}")
@@ -83,8 +83,8 @@ def open_trace(
 def _refuse_field(tenants: FieldRule | None, name: str) -> None:
     if tenants is not None:
         raise InvalidArgumentError(
-            f"--tenants is field:{tenants.field}: {name} traces have no named fields; requests, lengths and "
-            "azure traces do"
+            f"--tenants is field:{tenants.field}: {name} traces have no named fields; requests, lengths, "
+            "azure and servegen traces do"
         )
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvpager.errors import InvalidArgumentError
 from kvpager.replay.archive import read_members
 from kvpager.replay.columns import MAX_TOKENS, BadLines, Columns, ColumnsBuilder, LineError
+from kvpager.replay.tenants import FieldRule, TenantNames
 from kvpager.replay.text import decode_json
 from kvpager.replay.trace import Trace
 
@@ -37,14 +38,22 @@ class _Lengths:
 
 @dataclass
 class _Client:
-    """One client: windows with their rates, and lengths by the start of their period."""
+    """One client: its number, windows with their rates, and lengths by the start of their period."""
 
+    number: int
     starts: npt.NDArray[np.float64]
     rates: npt.NDArray[np.float64]
     lengths: dict[float, tuple[_Lengths, _Lengths]]
 
 
-def read_servegen(path: Path, bad: BadLines, *, seed: int = 0, requests: int | None = None) -> Trace:
+def read_servegen(
+    path: Path,
+    bad: BadLines,
+    *,
+    seed: int = 0,
+    requests: int | None = None,
+    tenants: FieldRule | None = None,
+) -> Trace:
     """Samples requests from a directory or archive of `chunk-N-trace.csv` and `chunk-N-dataset.json`.
 
     A client is drawn by its number of requests, a window of its day by its rate, lengths independently from
@@ -55,17 +64,28 @@ def read_servegen(path: Path, bad: BadLines, *, seed: int = 0, requests: int | N
         bad: what to do with a bad file.
         seed: of the draws.
         requests: how many to draw, by default 6,000.
+        tenants: by the one field that there is, `client`.
     """
+    if tenants is not None and tenants.field != "client":
+        raise InvalidArgumentError(
+            f"--tenants is field:{tenants.field}: the only field of servegen traces is client"
+        )
     clients = _clients(path, bad)
     if not clients:
         raise InvalidArgumentError(f"{path}: no client with a rate and lengths{bad.skipped()}")
     count = DEFAULT_REQUESTS if requests is None else requests
-    columns = _sample(clients, count, np.random.default_rng(seed))
+    names = ["all"] if tenants is None else []
+    numbers = [0] * len(clients)
+    if tenants is not None:
+        known = TenantNames(names)
+        numbers = [known.number(tenants.tenant(client.number)) for client in clients]
+    columns = _sample(clients, numbers, count, np.random.default_rng(seed))
     return Trace(
         path.name,
         "servegen",
         columns,
         bad,
+        tenants=names,
         max_output_tokens=16384,
         count=count,
         notes=[f"{count} requests drawn from {len(clients)} clients, seed {seed}; times are thinned to them"],
@@ -81,7 +101,7 @@ def _clients(path: Path, bad: BadLines) -> list[_Client]:
     clients = []
     for number, parts in sorted(files.items()):
         try:
-            client = _client(parts)
+            client = _client(number, parts)
         except (LineError, ValueError, SyntaxError, OverflowError, RecursionError, MemoryError) as error:
             bad.report(f"client {number}", str(error))
             continue
@@ -90,17 +110,17 @@ def _clients(path: Path, bad: BadLines) -> list[_Client]:
     return clients
 
 
-def _client(parts: dict[str, bytes]) -> _Client:
+def _client(number: int, parts: dict[str, bytes]) -> _Client:
     if len(parts) != 2:
         raise LineError(f"only {next(iter(parts))}: a client has a trace.csv and a dataset.json")
     starts, rates = [], []
-    for number, line in enumerate(parts["trace.csv"].decode().splitlines(), start=1):
+    for place, line in enumerate(parts["trace.csv"].decode().splitlines(), start=1):
         try:
             start, rate = (float(cell) for cell in line.split(",")[:2])
         except ValueError:
-            raise LineError(f"trace.csv: line {number}: {line!r}, expected a start and a rate") from None
+            raise LineError(f"trace.csv: line {place}: {line!r}, expected a start and a rate") from None
         if not (np.isfinite(start) and np.isfinite(rate) and rate >= 0):
-            raise LineError(f"trace.csv: line {number}: window {start} with rate {rate}")
+            raise LineError(f"trace.csv: line {place}: window {start} with rate {rate}")
         starts.append(start)
         rates.append(rate)
     decode = msgspec.json.Decoder(dict[str, dict[str, Any]]).decode
@@ -110,7 +130,7 @@ def _client(parts: dict[str, bytes]) -> _Client:
         inputs, outputs = _lengths(period, "input_tokens"), _lengths(period, "output_tokens")
         if inputs is not None and outputs is not None:
             lengths[float(start_text)] = (inputs, outputs)
-    client = _Client(np.array(starts), np.array(rates), lengths)
+    client = _Client(number, np.array(starts), np.array(rates), lengths)
     # Windows of a period without lengths cannot be sampled.
     client.rates = np.where([_period(client, start) is not None for start in starts], client.rates, 0.0)
     return client
@@ -137,7 +157,9 @@ def _period(client: _Client, start: float) -> float | None:
     return max(earlier, default=None)
 
 
-def _sample(clients: list[_Client], count: int, draw: np.random.Generator) -> Iterator[Columns]:
+def _sample(
+    clients: list[_Client], tenants: list[int], count: int, draw: np.random.Generator
+) -> Iterator[Columns]:
     weight = np.array([client.rates.sum() for client in clients])
     chosen = draw.choice(len(clients), size=count, p=weight / weight.sum())
     rows = []
@@ -154,13 +176,17 @@ def _sample(clients: list[_Client], count: int, draw: np.random.Generator) -> It
                 start + draw.uniform(0, WINDOW_SECONDS),
                 int(draw.choice(inputs.values, p=inputs.mass)),
                 int(draw.choice(outputs.values, p=outputs.mass)),
+                tenants[index],
             )
             rows.append(row)
     builder = ColumnsBuilder()
     rows.sort()
-    for arrival, prompt, output in rows:
+    for arrival, prompt, output, tenant in rows:
         builder.append(
-            arrival=arrival - rows[0][0], prompt_tokens=max(1, prompt), output_tokens=max(1, output)
+            arrival=arrival - rows[0][0],
+            prompt_tokens=max(1, prompt),
+            output_tokens=max(1, output),
+            tenant=tenant,
         )
         yield from builder.full()
     yield from builder.rest()

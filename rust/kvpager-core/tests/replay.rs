@@ -4,13 +4,13 @@ use kvpager_core::replay::{Arrivals, Columns, Oracle, Progress, Replay, ReplayCo
 use kvpager_core::scheduler::AdmissionPolicy;
 use proptest::prelude::*;
 
-/// Columns without ids, sessions or tenants.
+/// Columns without ids.
 #[derive(Default)]
 struct Requests {
     arrival: Vec<f64>,
     prompt: Vec<u32>,
     output: Vec<u32>,
-    zeros: Vec<u32>,
+    tenant: Vec<u32>,
     session: Vec<u64>,
     think: Vec<f64>,
     hash_start: Vec<u64>,
@@ -23,7 +23,7 @@ impl Requests {
             requests.arrival.push(arrival);
             requests.prompt.push(prompt);
             requests.output.push(output);
-            requests.zeros.push(0);
+            requests.tenant.push(0);
             requests.session.push(session);
             requests.think.push(0.5);
         }
@@ -35,7 +35,7 @@ impl Requests {
             arrival: &self.arrival,
             prompt_tokens: &self.prompt,
             output_tokens: &self.output,
-            tenant: &self.zeros,
+            tenant: &self.tenant,
             session: &self.session,
             think_time: &self.think,
             hash_start: &self.hash_start,
@@ -91,6 +91,55 @@ fn session_turns_follow_the_answer() {
     let rows = [(0.0, 8, 5, 7), (0.0, 8, 5, 7)];
     // Five steps, half a second of thought, five steps.
     assert!((oracle(64, &rows).time - 10.5).abs() < 1e-9);
+}
+
+/// Outputs of 30 to 79 tokens, and between some of them outputs of 1,500 to 2,499, each kind of its own tenant. The mix
+/// changes: (every so many one is long, so many requests).
+fn changing_mix() -> Requests {
+    let mut requests = Requests::new(&[]);
+    requests.hash_start.clear();
+    for (every, count) in [(u32::MAX, 1500), (2, 300), (20, 1500), (2, 300), (u32::MAX, 500)] {
+        for _ in 0..count {
+            let i = requests.arrival.len() as u32;
+            let is_long = i % every == every - 1;
+            requests.arrival.push(0.0);
+            requests.prompt.push(100 + i * 104_729 % 200);
+            requests.output.push(if is_long { 1500 + i * 7919 % 1000 } else { 30 + i * 7919 % 50 });
+            requests.tenant.push(is_long.into());
+            requests.session.push(0);
+            requests.think.push(0.0);
+        }
+    }
+    requests.hash_start = vec![0; requests.arrival.len() + 1];
+    requests
+}
+
+/// With what all had shown together 104 were preempted and 83,313 tokens computed again: a long output was taken for a short
+/// one after each wave of short ones. As one tenant they are that still.
+#[test]
+fn a_tenant_of_long_outputs_is_not_taken_for_one_of_short_ones_when_the_mix_changes() {
+    let run = |num_tenants: usize| {
+        let mut requests = changing_mix();
+        requests.tenant.iter_mut().for_each(|tenant| *tenant %= num_tenants as u32);
+        let mut replay = Replay::new(ReplayConfig {
+            policy: AdmissionPolicy::from_name("forecast").expect("a known policy"),
+            reuse: false,
+            max_model_tokens: 8192,
+            tenants: ["chat", "essays"].map(String::from)[..num_tenants].to_vec(),
+            arrivals: Arrivals::Saturate,
+            ..ReplayConfig::new(1500, 16)
+        })
+        .expect("valid");
+        replay.push(&requests.columns()).expect("valid");
+        replay.close();
+        assert_eq!(replay.advance(u64::MAX).expect("it goes on"), Progress::Done);
+        let report = replay.report();
+        let count = |name: &str| report[name].as_u64().expect("a count");
+        assert_eq!(count("finished"), 4100);
+        (count("preempted_requests"), count("recomputed_tokens"), report["batch_size"]["mean"].as_f64())
+    };
+    let (own, together) = (run(2), run(1));
+    assert!(own.0 <= 50 && own.1 <= 50_000, "{own:?}, together {together:?}");
 }
 
 #[test]

@@ -83,6 +83,45 @@ fn drafts_stay_within_max_tokens_and_are_ignored_where_they_cannot_be_verified()
 }
 
 #[test]
+fn a_sequence_named_twice_is_refused_and_keeps_the_drafts_it_had() {
+    let mut engine = Engine::new(32, config(4), true);
+    let tenant = engine.tenant("a");
+    let text = expected_output(&prompt(1, 5), 12, &[]);
+    let id = engine.submit(&tenant, &prompt(1, 5), 12).unwrap();
+    engine.turn();
+    assert_eq!(propose(&engine, id, &text[1..3]), 2);
+    let error = engine.scheduler.propose(&[id, id], &[0, 1, 3], &[1, 2, 3]).unwrap_err();
+    assert_eq!(error.to_string(), format!("sequence {id} is named twice"));
+    assert_eq!(engine.turn(), 3, "the drafts from before are verified");
+    assert_eq!(engine.outputs[&id], text[..4]);
+}
+
+#[test]
+fn drafts_are_not_counted_for_a_sequence_that_the_next_step_pauses_or_ends() {
+    let mut engine = Engine::new(64, config(4), true);
+    let tenant = engine.tenant("a");
+    let [paused, resumed, aborted, other] =
+        [1, 2, 3, 4].map(|seed| engine.submit(&tenant, &prompt(seed, 5), 12).unwrap());
+    engine.turn();
+    // All of it is still on its way to the engine thread.
+    engine.scheduler.pause(paused).unwrap();
+    engine.scheduler.pause(resumed).unwrap();
+    engine.scheduler.resume(resumed).unwrap();
+    engine.scheduler.abort(aborted).unwrap();
+    let kept = [paused, resumed, aborted, other].map(|id| propose(&engine, id, &[1, 2]));
+    assert_eq!(kept, [0, 2, 0, 2]);
+    let batch = engine.scheduler.step(0).unwrap();
+    assert_eq!(batch.arrays.sequence_ids, [resumed.0, other.0]);
+    assert_eq!(batch.arrays.token_ids.len(), 6, "one token and two drafts each");
+    engine.scheduler.commit(batch.step_id, &[0, 1, 2], &[1, 1]).unwrap();
+    // Taken in by now: no message says so any more, the scheduler does.
+    assert_eq!(propose(&engine, paused, &[1, 2]), 0);
+    engine.scheduler.resume(paused).unwrap();
+    engine.scheduler.step(0).unwrap();
+    engine.check();
+}
+
+#[test]
 fn a_commit_that_accepts_what_was_not_drafted_is_refused() {
     let mut engine = Engine::new(32, config(4), true);
     let tenant = engine.tenant("a");

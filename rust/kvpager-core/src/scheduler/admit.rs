@@ -1,29 +1,24 @@
 //! Admission: the next request of the tenant that is served next, if what its policy asks for is there.
 
-use super::compartments::{Room, range_of};
+use super::compartments::Room;
 use super::core::Core;
 use super::group_blocks::look_up_groups;
 use super::inbox::Inbox;
-use super::layer_groups::MAX_GROUPS;
 use super::limits::note_admission;
 use super::phases::Phase;
-use super::policy::{AdmissionRequest, AdmissionRoom, OutputLengths, Trajectory};
+use super::policy::{AdmissionRequest, AdmissionRoom};
 use super::queue::Place;
 use super::request::{FinishReason, WaitingRequest};
 use super::samples::extra_blocks;
 use super::scopes::{Reach, peek};
 use super::sequence::Sequence;
 use crate::block_pool::Reservation;
-use crate::geometry::Span;
 use crate::prefix_index::ChainPin;
 use crate::{Error, Result};
-use arrayvec::ArrayVec;
 use std::sync::Arc;
 
 /// Requests behind a blocked head that are looked at.
 const BYPASS_DEPTH: usize = 64;
-/// Steps between two looks at how far the running sequences have got.
-const REFRESH_STEPS: u64 = 32;
 
 impl Core {
     /// Admits requests of a compartment until its budget, its running places or its room are used up.
@@ -314,77 +309,6 @@ impl Core {
         let parked =
             self.parked_of(compartment).iter().map(|sequence| u64::from(self.blocks_to_return(sequence)));
         u64::from(self.compartments[compartment].owed) + parked.sum::<u64>()
-    }
-
-    /// Adds a waiting request to a forecast.
-    fn add_growth(&self, growth: &mut Trajectory, waiting: &WaitingRequest) {
-        if self.config.policy.forecasts() {
-            let known = waiting.request.prompt.len() as u32;
-            let age = waiting.num_outputs();
-            let most = waiting.request.max_tokens - age;
-            let prompt = waiting.progress.prompt_tokens;
-            let held = self.config.known_blocks(known, prompt, waiting.request.max_tokens);
-            let lengths = &self.compartments[waiting.request.tenant.compartment].lengths;
-            self.add_sequence(growth, lengths, (known, held as f32), age, most);
-        }
-    }
-
-    /// What a compartment's sequences that run will grow by.
-    fn growth_of_running(&self, compartment: usize) -> Trajectory {
-        let mut growth = Trajectory::default();
-        if self.config.policy.forecasts() {
-            let lengths = &self.compartments[compartment].lengths;
-            for sequence in self.running_of(compartment).iter().chain(self.parked_of(compartment)) {
-                let age = sequence.num_outputs();
-                let known = sequence.tokens.len() as u32;
-                let held = match sequence.layers {
-                    None => known as f32 / self.config.block_size as f32,
-                    // It will have its tail again.
-                    Some(_) => {
-                        sequence.parked.as_ref().map_or(0, |parked| parked.blocks.len()) as f32
-                            + sequence.num_held() as f32
-                    }
-                };
-                let most = sequence.request.max_tokens - age;
-                self.add_sequence(&mut growth, lengths, (known, held), age, most);
-            }
-        }
-        growth
-    }
-
-    /// Adds a sequence of (known tokens, blocks that it holds) to a forecast.
-    fn add_sequence(
-        &self,
-        growth: &mut Trajectory,
-        lengths: &OutputLengths,
-        (known, held): (u32, f32),
-        age: u32,
-        most: u32,
-    ) {
-        let block_size = self.config.block_size as f32;
-        if !self.config.is_grouped() {
-            return growth.add(lengths, held, age, most, block_size);
-        }
-        let room = |span: &Span| span.window().map_or(f32::INFINITY, |w| (w as f32 - known as f32).max(0.0));
-        let rooms: ArrayVec<f32, MAX_GROUPS> = self.config.layer_groups.iter().map(room).collect();
-        growth.add_groups(lengths, held, age, most, block_size, &rooms);
-    }
-
-    /// Teaches the forecast how far the running sequences have got, and works it out again.
-    fn refresh_forecast(&mut self, compartment: usize) {
-        let own = &mut self.compartments[compartment];
-        if !self.config.policy.forecasts() || self.last_step.0 < own.refreshed_at + REFRESH_STEPS {
-            return;
-        }
-        own.refreshed_at = self.last_step.0;
-        let (running, parked) = (range_of(&self.running, compartment), range_of(&self.parked, compartment));
-        let sequences = self.running[running.clone()].iter_mut().chain(&mut self.parked[parked.clone()]);
-        for sequence in sequences {
-            let age = sequence.num_outputs();
-            own.lengths.expose(std::mem::replace(&mut sequence.known_age, age), age);
-        }
-        let ages = self.running[running].iter().chain(&self.parked[parked]).map(Sequence::num_outputs);
-        own.lengths.rebuild(ages);
     }
 }
 

@@ -12,7 +12,7 @@
 use super::config::SchedulerConfig;
 use super::core::Core;
 use super::limits::QueueLimits;
-use super::policy::{OutputLengths, Trajectory};
+use super::policy::{LearnedLengths, Trajectory};
 use super::rotation::Rotation;
 use super::sequence::Sequence;
 use crate::block_pool::Quota;
@@ -190,7 +190,7 @@ pub(super) struct Compartment {
     /// The same, for the step that is being planned.
     pub(super) plans_ahead: bool,
     /// What `forecast` has learned.
-    pub(super) lengths: OutputLengths,
+    pub(super) lengths: LearnedLengths,
     /// Step in which the forecast was last worked out.
     pub(super) refreshed_at: u64,
     /// Growth of what runs, worked out once a step in which somebody asks.
@@ -212,7 +212,7 @@ impl Compartment {
             is_chunk_awaited: false,
             is_pressed: false,
             plans_ahead: true,
-            lengths: OutputLengths::default(),
+            lengths: LearnedLengths::default(),
             refreshed_at: 0,
             growth: None,
         }

@@ -213,9 +213,8 @@ impl Core {
         end_ids(inbox, sequence.id, sequence.request.n);
         inbox.forget_samples(sequence.id, sequence.progress.branch);
         if matches!(reason, FinishReason::Stop | FinishReason::Length) {
-            let lengths = &mut self.own(sequence.id).lengths;
-            lengths.expose(sequence.known_age, sequence.num_outputs());
-            lengths.learn(sequence.num_outputs());
+            let tenant = sequence.request.tenant.index;
+            self.own(sequence.id).lengths.learn(tenant, sequence.known_age, sequence.num_outputs());
         }
         self.deadlines.remove(sequence.id, sequence.request.deadline, sequence.progress.arrival());
         self.uncall(sequence.id);

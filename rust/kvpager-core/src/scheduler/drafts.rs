@@ -39,8 +39,8 @@ impl DraftCounts {
 impl Scheduler {
     /// Proposes drafts for the next step: `tokens[draft_start[i]..draft_start[i + 1]]` are guessed to follow the last
     /// known token of `sequences[i]`. They replace earlier ones. Returns how many will be tried: none for a sequence
-    /// that has ended, does not run, has more than one token to compute or is in an open step, and only as many as
-    /// `max_tokens` leaves room for. Fewer may be planned if tokens or blocks are short.
+    /// that has ended, does not run, is aborted or paused by the next step, has more than one token to compute or is in an
+    /// open step, and only as many as `max_tokens` leaves room for. Fewer may be planned if tokens or blocks are short.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for arrays that do not fit together, an id that was never issued or is there
@@ -52,7 +52,12 @@ impl Scheduler {
         }
         let mut core = self.enter()?;
         let mut num_kept = 0;
+        // What others have asked for is done by the next step, before it plans.
+        let is_asked = !self.inbox.is_empty();
         for (i, &id) in sequences.iter().enumerate() {
+            if is_asked && self.inbox.takes_out(id) {
+                continue;
+            }
             num_kept += core.keep_drafts(id, &tokens[draft_start[i] as usize..draft_start[i + 1] as usize]);
         }
         Ok(num_kept)

@@ -28,6 +28,8 @@ pub(super) enum Message {
 #[derive(Debug)]
 pub(super) struct Inbox {
     messages: SegQueue<Message>,
+    /// Whose last message about pausing that is on its way says to pause.
+    pausing: Mutex<HashSet<u64, foldhash::fast::RandomState>>,
     /// By compartment.
     next_ids: Mutex<Vec<u64>>,
     /// What waits, of all tenants.
@@ -43,6 +45,7 @@ impl Inbox {
     pub(super) fn new(limits: QueueLimits) -> Self {
         Self {
             messages: SegQueue::new(),
+            pausing: Mutex::new(HashSet::default()),
             next_ids: Mutex::new(vec![1]),
             places: Places::new(limits),
             is_draining: AtomicBool::new(false),
@@ -134,11 +137,38 @@ impl Inbox {
     }
 
     pub(super) fn push(&self, message: Message) {
-        self.messages.push(message);
+        match message {
+            // Pushed under the lock: the set says what the last of them says.
+            Message::Pause(id) => {
+                let mut pausing = self.pausing();
+                pausing.insert(id.0);
+                self.messages.push(message);
+            }
+            Message::Resume(id) => {
+                let mut pausing = self.pausing();
+                pausing.remove(&id.0);
+                self.messages.push(message);
+            }
+            _ => self.messages.push(message),
+        }
     }
 
+    /// The next message; the engine thread takes them until there is none.
     pub(super) fn pop(&self) -> Option<Message> {
-        self.messages.pop()
+        let message = self.messages.pop();
+        if let Some(Message::Pause(id)) = message {
+            self.pausing().remove(&id.0);
+        }
+        message
+    }
+
+    /// Whether what is on its way ends a running request, or pauses it.
+    pub(super) fn takes_out(&self, id: SequenceId) -> bool {
+        !self.is_live(id) || self.pausing().contains(&id.0)
+    }
+
+    fn pausing(&self) -> MutexGuard<'_, HashSet<u64, foldhash::fast::RandomState>> {
+        self.pausing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn is_empty(&self) -> bool {

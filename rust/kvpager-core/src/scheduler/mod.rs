@@ -17,6 +17,7 @@ mod deadlines;
 mod drafts;
 mod fork;
 mod group_blocks;
+mod growth;
 mod host_tier;
 mod inbox;
 mod keeping;

@@ -5,12 +5,14 @@
 //! will fit; when they are wrong, the scheduler preempts (see `preempt.rs`).
 
 mod forecast;
+mod learned;
 mod peak;
 mod reserve;
 mod survival;
 mod watermark;
 
 pub use forecast::ForecastConfig;
+pub(super) use learned::LearnedLengths;
 pub use peak::Trajectory;
 pub(super) use survival::OutputLengths;
 

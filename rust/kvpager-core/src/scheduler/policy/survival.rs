@@ -5,10 +5,14 @@
 //! they end, over the running ones as far as they got. `drift` corrects the rates by what has been seen of late: ends
 //! that came, over ends that were expected of the running sequences. A change of workload moves it long before the
 //! window has turned over.
+//!
+//! What a tenant has shown itself (see `learned.rs`) is worked out in the same way. Its imaginary outputs end at the
+//! rates that all tenants have shown together, so with few outputs of its own it is like all of them.
 
 /// Finished outputs that are remembered.
 const WINDOW: usize = 2000;
-/// Imaginary outputs that pass through every bin at the rate `1 / max(PRIOR_TOKENS, age)`.
+/// Imaginary outputs that pass through every bin: at the rate `1 / max(PRIOR_TOKENS, age)`, for a tenant at the shared
+/// one.
 const PRIOR_WEIGHT: f64 = 4.0;
 const PRIOR_TOKENS: f64 = 1000.0;
 /// Ends that the drift is averaged over, and imaginary ones that came as expected.
@@ -58,16 +62,25 @@ fn first_age(bin: usize) -> u32 {
     (bin % SUB_BINS + SUB_BINS) << octave
 }
 
+/// Ages of a bin.
+fn width(bin: usize) -> f64 {
+    f64::from(first_age(bin + 1) - first_age(bin))
+}
+
 /// What is known about the lengths of outputs.
 #[derive(Clone, Debug)]
 pub(in crate::scheduler) struct OutputLengths {
-    /// Ring of the last lengths.
-    recent: Vec<u32>,
+    /// Ring of the bins in which the last outputs ended.
+    recent: Vec<u8>,
     next: usize,
     /// By bin: outputs of the window that ended in it.
     ends: Vec<u32>,
+    /// By bin: outputs that had got there at the last look, and had not ended.
+    running: Vec<u32>,
     /// By bin: expected ends up to its first age.
     hazard: Vec<f64>,
+    /// What multiplies the rates: drift, and caution.
+    pace: f64,
     /// By bin of the present age: probability of going on for each horizon.
     survival: Vec<[f32; NUM_HORIZONS]>,
     /// By bin: expected square of the tokens to come.
@@ -78,94 +91,127 @@ pub(in crate::scheduler) struct OutputLengths {
 
 impl Default for OutputLengths {
     fn default() -> Self {
-        let mut lengths = Self {
-            recent: Vec::with_capacity(WINDOW),
-            next: 0,
-            ends: vec![0; NUM_BINS],
-            hazard: vec![0.0; NUM_BINS + 1],
-            survival: vec![[0.0; NUM_HORIZONS]; NUM_BINS],
-            squares: vec![0.0; NUM_BINS],
-            seen_ends: 0.0,
-            expected_ends: 0.0,
-        };
-        lengths.rebuild(std::iter::empty());
+        let mut lengths = Self::empty();
+        lengths.rebuild(None);
+        lengths.tabulate();
         lengths
     }
 }
 
 impl OutputLengths {
-    /// An output ended by itself. Its part of what was expected since the last [`OutputLengths::rebuild`] is counted
-    /// there.
-    pub(in crate::scheduler) fn learn(&mut self, length: u32) {
-        if self.recent.len() < WINDOW {
-            self.recent.push(length);
-        } else {
-            let old = std::mem::replace(&mut self.recent[self.next], length);
-            self.ends[bin_of(old)] -= 1;
-            self.next = (self.next + 1) % WINDOW;
+    /// Of a tenant of which nothing is known: nothing is worked out yet.
+    pub(super) fn empty() -> Self {
+        Self {
+            recent: Vec::with_capacity(WINDOW),
+            next: 0,
+            ends: vec![0; NUM_BINS],
+            running: vec![0; NUM_BINS],
+            hazard: vec![0.0; NUM_BINS + 1],
+            pace: 1.0,
+            survival: vec![[0.0; NUM_HORIZONS]; NUM_BINS],
+            squares: vec![0.0; NUM_BINS],
+            seen_ends: 0.0,
+            expected_ends: 0.0,
         }
-        self.ends[bin_of(length)] += 1;
+    }
+
+    /// An output ended by itself. Its part of what was expected since the last [`OutputLengths::rebuild`] is counted
+    /// there. Returns its place in the window.
+    pub(super) fn learn(&mut self, length: u32) -> usize {
+        let place = self.remember(bin_of(length) as u8);
         self.seen_ends += 1.0;
+        place
+    }
+
+    fn remember(&mut self, bin: u8) -> usize {
+        self.ends[usize::from(bin)] += 1;
+        if self.recent.len() < WINDOW {
+            self.recent.push(bin);
+            return self.recent.len() - 1;
+        }
+        let place = self.next;
+        let old = std::mem::replace(&mut self.recent[place], bin);
+        self.ends[usize::from(old)] -= 1;
+        self.next = (place + 1) % WINDOW;
+        place
+    }
+
+    /// Takes over the outputs of a window that are `mine`, by their places there, and that part of its drift.
+    pub(super) fn take_part(&mut self, window: &Self, mine: impl Fn(usize) -> bool) {
+        let (newer, older) = window.recent.split_at(window.next);
+        let places = (window.next..).zip(older).chain((0..).zip(newer));
+        for (_, &bin) in places.filter(|&(place, _)| mine(place)) {
+            self.remember(bin);
+        }
+        let part = self.recent.len() as f64 / window.recent.len().max(1) as f64;
+        self.seen_ends = part * window.seen_ends;
+        self.expected_ends = part * window.expected_ends;
     }
 
     /// Counts a sequence that got from one age to another: so many ends were expected of it.
-    pub(in crate::scheduler) fn expose(&mut self, from: u32, to: u32) {
+    pub(super) fn expose(&mut self, from: u32, to: u32) {
         self.expected_ends += self.cumulative(to) - self.cumulative(from);
     }
 
+    /// [`OutputLengths::expose`] of one that has not ended; the next [`OutputLengths::rebuild`] knows how far it got.
+    pub(super) fn expose_running(&mut self, from: u32, to: u32) {
+        self.expose(from, to);
+        self.running[bin_of(to)] += 1;
+    }
+
     /// Ends that came, over those that were expected, of late.
-    pub(in crate::scheduler) fn drift(&self) -> f64 {
+    fn drift(&self) -> f64 {
         (self.seen_ends + DRIFT_PRIOR) / (self.expected_ends + DRIFT_PRIOR)
     }
 
-    /// Works the rates out again. `running` are the ages of the sequences that have not ended.
-    pub(in crate::scheduler) fn rebuild(&mut self, running: impl Iterator<Item = u32>) {
-        let mut at_risk = [0u32; NUM_BINS];
-        for age in running {
-            at_risk[bin_of(age)] += 1;
-        }
+    /// Works the rates out again; for a tenant, of what all are like.
+    pub(super) fn rebuild(&mut self, shared: Option<&Self>) {
         let mut beyond = 0.0;
         let mut rates = [0.0; NUM_BINS];
         for bin in (0..NUM_BINS).rev() {
-            let (first, width) = (f64::from(first_age(bin)), self.width(bin));
-            let (ends, censored) = (f64::from(self.ends[bin]), f64::from(at_risk[bin]));
+            let (first, width) = (f64::from(first_age(bin)), width(bin));
+            let (ends, censored) = (f64::from(self.ends[bin]), f64::from(self.running[bin]));
             let tokens = width * (beyond + 0.5 * (ends + censored));
             let prior = PRIOR_WEIGHT * width;
-            rates[bin] = (ends + prior / first.max(PRIOR_TOKENS)) / (tokens + prior);
+            let imagined = shared.map_or(prior / first.max(PRIOR_TOKENS), |shared| prior * shared.rate(bin));
+            rates[bin] = (ends + imagined) / (tokens + prior);
             beyond += ends + censored;
         }
+        self.running.fill(0);
         for (bin, rate) in rates.iter().enumerate() {
-            self.hazard[bin + 1] = self.hazard[bin] + rate * self.width(bin);
+            self.hazard[bin + 1] = self.hazard[bin] + rate * width(bin);
         }
         let scale = (DRIFT_ENDS / self.expected_ends.max(DRIFT_ENDS)).min(1.0);
         self.seen_ends *= scale;
         self.expected_ends *= scale;
-        self.tabulate();
+        // The imaginary outputs of a tenant tell of outputs that were seen.
+        let outputs = self.recent.len() as f64 + if shared.is_some() { PRIOR_WEIGHT } else { 0.0 };
+        let caution = CAUTION / (outputs + 1.6 * CAUTION * CAUTION).sqrt();
+        self.pace = self.drift() * (1.0 - caution);
     }
 
-    fn tabulate(&mut self) {
-        let outputs = self.recent.len() as f64;
-        let caution = CAUTION / (outputs + 1.6 * CAUTION * CAUTION).sqrt();
-        let drift = self.drift() * (1.0 - caution);
+    /// Fills the tables by the rates as they are.
+    pub(super) fn tabulate(&mut self) {
         for bin in 0..NUM_BINS {
-            let age = first_age(bin) + (self.width(bin) / 2.0) as u32;
+            let age = first_age(bin) + (width(bin) / 2.0) as u32;
             let now = self.cumulative(age);
             for (k, horizon) in HORIZONS.iter().enumerate() {
                 let more = self.cumulative(age.saturating_add(*horizon as u32)) - now;
-                self.survival[bin][k] = (-drift * more).exp() as f32;
+                self.survival[bin][k] = (-self.pace * more).exp() as f32;
             }
             self.squares[bin] = expected_square(&self.survival[bin]);
         }
     }
 
-    fn width(&self, bin: usize) -> f64 {
-        f64::from(first_age(bin + 1) - first_age(bin))
+    /// Ends a token in a bin, as the window has them.
+    fn rate(&self, bin: usize) -> f64 {
+        (self.hazard[bin + 1] - self.hazard[bin]) / width(bin)
     }
 
     /// Expected ends of one output up to an age, as the window has it.
     fn cumulative(&self, age: u32) -> f64 {
         let bin = bin_of(age);
-        let share = f64::from(age - first_age(bin)) / self.width(bin);
+        let share = f64::from(age - first_age(bin)) / width(bin);
         self.hazard[bin] + share * (self.hazard[bin + 1] - self.hazard[bin])
     }
 
@@ -192,6 +238,11 @@ mod tests {
         })
     }
 
+    fn work_out(lengths: &mut OutputLengths, shared: Option<&OutputLengths>) {
+        lengths.rebuild(shared);
+        lengths.tabulate();
+    }
+
     #[test]
     fn bins_cover_every_age_once() {
         for age in 0..100_000 {
@@ -203,10 +254,12 @@ mod tests {
     #[test]
     fn the_chance_to_go_on_is_that_of_the_outputs_seen() {
         let mut lengths = OutputLengths::default();
-        exponential(2000, 800.0).for_each(|length| lengths.learn(length));
+        exponential(2000, 800.0).for_each(|length| {
+            lengths.learn(length);
+        });
         // As many ends as expected: no drift.
         lengths.expected_ends = lengths.seen_ends;
-        lengths.rebuild(std::iter::empty());
+        work_out(&mut lengths, None);
         for age in [0, 100, 1000] {
             for (k, horizon) in HORIZONS.iter().enumerate().take(11) {
                 let expected = (-horizon / 800.0).exp();
@@ -220,14 +273,16 @@ mod tests {
     #[test]
     fn ends_that_do_not_come_are_seen_long_before_the_window_turns_over() {
         let mut lengths = OutputLengths::default();
-        exponential(2000, 100.0).for_each(|length| lengths.learn(length));
+        exponential(2000, 100.0).for_each(|length| {
+            lengths.learn(length);
+        });
         lengths.expected_ends = lengths.seen_ends;
-        lengths.rebuild(std::iter::empty());
+        work_out(&mut lengths, None);
         let before = lengths.survival(0)[7];
         for _ in 0..40 {
-            lengths.expose(0, 400);
+            lengths.expose_running(0, 400);
         }
-        lengths.rebuild(std::iter::repeat_n(400, 40));
+        work_out(&mut lengths, None);
         assert!(lengths.drift() < 0.6, "{}", lengths.drift());
         assert!(lengths.survival(0)[7] > 3.0 * before);
     }
