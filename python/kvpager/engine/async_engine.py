@@ -26,6 +26,7 @@ from kvpager.engine.config import GenerationParams
 from kvpager.engine.counters import EngineSnapshot
 from kvpager.engine.engine import DEFAULT_TENANT, Engine
 from kvpager.engine.generation import Generation
+from kvpager.engine.kinds import check, instance
 from kvpager.engine.output import GenerationOutput, OutputReader
 from kvpager.errors import WrongStateError, describe
 
@@ -54,6 +55,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         """Starts the thread. From now on nobody else may step the engine."""
+        check("engine", engine, instance(Engine))
         self._engine = engine
         self._wake = threading.Event()
         self._is_stopping = False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal
 
 from kvpager._core import Retention
+from kvpager.engine.kinds import FLAG, NUMBER, TEXT, WHOLE, Kind, instance, optional, tuple_of, wrong_kinds
 from kvpager.engine.sampling import SamplingParams
 from kvpager.errors import InvalidArgumentError
 
@@ -13,6 +14,28 @@ __all__ = ["MAX_LOGPROBS", "MAX_SAMPLES", "EngineConfig", "GenerationParams", "b
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
+
+_CONFIG_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("num_blocks", "block_size", "max_batch_tokens", "max_running", "max_waiting"), WHOLE),
+    **dict.fromkeys(("max_prefill_chunk", "max_model_tokens"), optional(WHOLE)),
+    **dict.fromkeys(("policy", "eviction", "overflow"), TEXT),
+    **dict.fromkeys(("reuse", "urgent_preempts"), FLAG),
+    **dict.fromkeys(("host_blocks", "max_open_steps", "max_accounts"), WHOLE),
+    **dict.fromkeys(("max_buffered_tokens", "max_failures"), WHOLE),
+}
+
+_PARAMS_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("max_tokens", "min_tokens", "n", "priority"), WHOLE),
+    **dict.fromkeys(("beam_width", "logprobs"), optional(WHOLE)),
+    **dict.fromkeys(("early_stopping", "ignore_eos", "reuse"), FLAG),
+    "length_penalty": NUMBER,
+    "stop": tuple_of(TEXT, "texts"),
+    "stop_token_ids": tuple_of(WHOLE, "token ids"),
+    "deadline": optional(NUMBER),
+    "salt": optional(instance(bytes)),
+    "retention": optional(instance(Retention)),
+    "sampling": instance(SamplingParams),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +64,8 @@ class EngineConfig:
         max_failures: failed steps in a row after which the engine stops.
 
     Raises:
-        InvalidArgumentError: values out of range that the parts below do not check themselves.
+        InvalidArgumentError: values of another kind, or out of a range that the parts below do not check
+            themselves.
     """
 
     num_blocks: int
@@ -63,11 +87,16 @@ class EngineConfig:
     max_failures: int = 3
 
     def __post_init__(self) -> None:
-        if self.max_buffered_tokens < 1 or self.max_failures < 1:
-            raise InvalidArgumentError(
-                f"max_buffered_tokens is {self.max_buffered_tokens}, max_failures {self.max_failures}: "
-                "at least 1 is needed"
-            )
+        problems = wrong_kinds(self, _CONFIG_KINDS)
+        if not problems:
+            bounded = ("max_accounts", "max_buffered_tokens", "max_failures", "max_model_tokens")
+            values = [(name, getattr(self, name)) for name in bounded]
+            problems = [
+                (name, f"{name} is {value}, at least 1 is needed")
+                for name, value in values
+                if value is not None and value < 1
+            ]
+        _raise("engine", problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +127,7 @@ class GenerationParams:
         sampling: how tokens are chosen; greedy by default.
 
     Raises:
-        InvalidArgumentError: values out of range; every problem is named in one message.
+        InvalidArgumentError: values of another kind or out of range; every problem is named in one message.
     """
 
     max_tokens: int = 64
@@ -119,6 +148,9 @@ class GenerationParams:
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
+        _raise("generation", wrong_kinds(self, _PARAMS_KINDS) or self._problems())
+
+    def _problems(self) -> list[tuple[str, str]]:
         problems = []
         if self.max_tokens < 1:
             problems.append(("max_tokens", f"max_tokens is {self.max_tokens}, at least 1 is needed"))
@@ -127,10 +159,10 @@ class GenerationParams:
             problems.append(("min_tokens", text))
         if not 1 <= self.n <= MAX_SAMPLES:
             problems.append(("n", f"n is {self.n}, from 1 to {MAX_SAMPLES} is needed"))
-        if isinstance(cast("object", self.stop), str):
-            problems.append(("stop", f"stop is the text {self.stop!r}, a tuple of texts is needed"))
-        elif "" in self.stop:
+        if "" in self.stop:
             problems.append(("stop", "stop has an empty text"))
+        if not all(0 <= token_id < 2**32 for token_id in self.stop_token_ids):
+            problems.append(("stop_token_ids", f"stop_token_ids are {self.stop_token_ids}, none is below 0"))
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             text = f"logprobs is {self.logprobs}, from 0 to {MAX_LOGPROBS} is needed"
             problems.append(("logprobs", text))
@@ -140,10 +172,7 @@ class GenerationParams:
             problems.append(("retention", "retention needs reuse, which is False"))
         if self.beam_width is not None:
             problems += [("beam_width", text) for text in self._beam_problems(self.beam_width)]
-        if problems:
-            names = {name for name, _ in problems}
-            text = "generation: " + "; ".join(text for _, text in problems)
-            raise InvalidArgumentError(text, param=names.pop() if len(names) == 1 else None)
+        return problems
 
     def _beam_problems(self, width: int) -> list[str]:
         problems = []
@@ -168,6 +197,14 @@ class GenerationParams:
     def num_waiting(self) -> int:
         """Places in the queue that it takes: one for each sample, one for all beams."""
         return self.n if self.beam_width is None else 1
+
+
+def _raise(what: str, problems: list[tuple[str, str]]) -> None:
+    """Raises what names every problem, if there are any."""
+    if problems:
+        names = {name for name, _ in problems}
+        text = f"{what}: " + "; ".join(text for _, text in problems)
+        raise InvalidArgumentError(text, param=names.pop() if len(names) == 1 else None)
 
 
 def blocks_needed(prompt_tokens: int, max_tokens: int, block_size: int) -> int:

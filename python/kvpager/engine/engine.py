@@ -20,6 +20,7 @@ from kvpager.engine.config import EngineConfig, GenerationParams
 from kvpager.engine.counters import EngineSnapshot, TenantCounters
 from kvpager.engine.delivery import Delivery
 from kvpager.engine.generation import Generation, Listener
+from kvpager.engine.kinds import check, check_members, instance
 from kvpager.engine.model_runner import ModelRunner, RunnerLostError
 from kvpager.engine.open_steps import ModelThread, OpenStep
 from kvpager.engine.output import GenerationOutput, OutputReader
@@ -28,6 +29,9 @@ from kvpager.engine.text import TextTokenizer
 from kvpager.errors import describe
 
 __all__ = ["DEFAULT_TENANT", "Engine"]
+
+_RUNNER = ("vocab_size", "max_model_tokens", "gives_logits", "allocate", "run")
+_TOKENIZER = ("stop_token_ids", "encode", "decode", "new_decode_stream")
 
 
 class Engine:
@@ -67,8 +71,12 @@ class Engine:
             fingerprint: what must be equal for KV to be reusable; needed if an index outlives a model.
 
         Raises:
-            InvalidArgumentError: sizes out of range, or more than there is memory for.
+            InvalidArgumentError: sizes out of range, more than there is memory for; other things than these.
         """
+        check("config", config, instance(EngineConfig))
+        check_members("runner", runner, _RUNNER)
+        if tokenizer is not None:
+            check_members("tokenizer", tokenizer, _TOKENIZER)
         self.runner, self.config, self.tokenizer = runner, config, tokenizer
         self.pool = BlockPool(config.num_blocks, max_accounts=config.max_accounts + 2)
         self.index = (
@@ -257,7 +265,7 @@ class Engine:
             WrongStateError: the engine is draining, has stopped, has failed, or is of another process.
         """
         try:
-            return self._registry.submit(prompt, params or GenerationParams(), tenant, session, listener)
+            return self._registry.submit(prompt, params, tenant, session, listener)
         finally:
             self.on_input()
 

@@ -20,6 +20,7 @@ from kvpager.engine.beams import BeamSearch
 from kvpager.engine.config import EngineConfig, GenerationParams
 from kvpager.engine.counters import TenantCounters
 from kvpager.engine.generation import Generation, Listener
+from kvpager.engine.kinds import TEXT, Kind, check, instance, optional, shown
 from kvpager.engine.model_runner import ModelRunner
 from kvpager.engine.text import TextTokenizer
 from kvpager.errors import InvalidArgumentError, RefusedError, WrongStateError
@@ -27,6 +28,16 @@ from kvpager.errors import InvalidArgumentError, RefusedError, WrongStateError
 __all__ = ["DEFAULT_TENANT", "Registry"]
 
 DEFAULT_TENANT = "default"
+
+_NAME = Kind("a name", TEXT.fits)
+
+_KINDS = {
+    "params": instance(GenerationParams),
+    "session": optional(instance(Session)),
+    "listener": optional(
+        Kind("an object with notify(generation)", lambda value: callable(getattr(value, "notify", None)))
+    ),
+}
 
 
 class Registry:
@@ -95,13 +106,16 @@ class Registry:
     def submit(
         self,
         prompt: str | Sequence[int] | npt.NDArray[np.integer[Any]],
-        params: GenerationParams,
+        params: GenerationParams | None,
         tenant: str,
         session: Session | None,
         listener: Listener | None,
     ) -> list[Generation]:
         """Accepts all samples of a request or none; see `Engine.submit`."""
         self.check_open()
+        params = GenerationParams() if params is None else params
+        for name, value in (("params", params), ("session", session), ("listener", listener)):
+            check(name, value, _KINDS[name])
         self._check_params(params, session)
         if session is not None and tenant == DEFAULT_TENANT:
             tenant = session.tenant.name
@@ -233,6 +247,7 @@ class Registry:
         Raises:
             InvalidArgumentError: there is no such tenant.
         """
+        check("tenant", name, _NAME)
         if not self._tenants and name == DEFAULT_TENANT:
             with self._lock:
                 if not self._tenants:
@@ -252,16 +267,14 @@ class Registry:
                     "a text prompt needs an engine with a tokenizer: give token ids", param="prompt"
                 )
             prompt = self._tokenizer.encode(prompt)
-        ids = np.ascontiguousarray(prompt, dtype=np.int64)
-        if not ids.size:
-            raise InvalidArgumentError("the prompt is empty: 0 tokens, at least 1 is needed", param="prompt")
+        ids = _token_ids(prompt)
         vocab_size = self._runner.vocab_size
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
             raise InvalidArgumentError(
                 f"token id {wrong} of the prompt is outside the vocabulary of {vocab_size}", param="prompt"
             )
-        return ids.astype(np.uint32)
+        return np.ascontiguousarray(ids, dtype=np.uint32)
 
     def _end_token_ids(self, params: GenerationParams) -> list[int]:
         own = () if self._tokenizer is None or params.ignore_eos else self._tokenizer.stop_token_ids
@@ -326,3 +339,23 @@ class Registry:
             with self._lock:
                 found = self.live[request_id]
         return found
+
+
+def _token_ids(prompt: object) -> npt.NDArray[np.integer[Any]]:
+    """[n] token ids as they were given, of any integer dtype.
+
+    Raises:
+        InvalidArgumentError: it is empty, of another kind, or of another shape.
+    """
+    try:
+        ids = np.asarray(prompt)
+    except (ValueError, TypeError, OverflowError) as error:  # nested lists of several lengths, and the like
+        raise InvalidArgumentError(f"the prompt is {shown(prompt)}: {error}", param="prompt") from error
+    if ids.ndim == 1 and not ids.size:
+        raise InvalidArgumentError("the prompt is empty: 0 tokens, at least 1 is needed", param="prompt")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        kind = f"{ids.dtype} {list(ids.shape)}" if isinstance(prompt, np.ndarray) else shown(prompt)
+        raise InvalidArgumentError(
+            f"the prompt is {kind}, a text or [n] token ids are needed", param="prompt"
+        )
+    return ids

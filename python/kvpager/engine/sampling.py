@@ -14,12 +14,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from kvpager.engine.kinds import NUMBER, WHOLE, Kind, wrong_kinds
 from kvpager.errors import InvalidArgumentError
 
 __all__ = ["SamplingParams", "log_probabilities", "log_softmax", "most_likely", "sample"]
 
 _NUCLEUS_GUESS = 1024
 """Tokens sorted at first for top-p: nearly every nucleus is smaller, and sorting a vocabulary is slow."""
+
+_KINDS: dict[str, Kind] = {"temperature": NUMBER, "top_k": WHOLE, "top_p": NUMBER, "seed": WHOLE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class SamplingParams:
         seed: 64-bit; a random one if not given.
 
     Raises:
-        InvalidArgumentError: a value is out of range; every problem is named in one message.
+        InvalidArgumentError: a value is of another kind or out of range; every problem is named at once.
     """
 
     temperature: float = 0.0
@@ -42,6 +45,11 @@ class SamplingParams:
     seed: int = field(default_factory=lambda: secrets.randbits(64))
 
     def __post_init__(self) -> None:
+        problems = [text for _, text in wrong_kinds(self, _KINDS)] or self._problems()
+        if problems:
+            raise InvalidArgumentError("sampling: " + "; ".join(problems))
+
+    def _problems(self) -> list[str]:
         problems = []
         if not 0.0 <= self.temperature < float("inf"):
             problems.append(f"temperature is {self.temperature}, at least 0 is needed")
@@ -51,8 +59,7 @@ class SamplingParams:
             problems.append(f"top_p is {self.top_p}, above 0 and at most 1 is needed")
         if not 0 <= self.seed < 2**64:
             problems.append(f"seed is {self.seed}, from 0 to 2^64-1 is needed")
-        if problems:
-            raise InvalidArgumentError("sampling: " + "; ".join(problems))
+        return problems
 
     def for_sample(self, index: int) -> SamplingParams:
         """The settings of one of several samples: the first has this seed, the others seeds that follow."""
