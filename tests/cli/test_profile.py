@@ -111,11 +111,16 @@ def test_lengths_come_from_a_trace() -> None:
         (("--running", "0"), "from 1 to"),
         (("--prefix-share", "1.5"), "1.5"),
         (("--policy", "luck"), "luck"),
+        (("LINES",), "line 1: neither JSON nor CSV\n"),
         (("--trace", "/nowhere/x.json", "--running", "2", "--steps", "10"), "/nowhere/x.json"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], words: str) -> None:
-    run = run_profile(*arguments)
+def test_bad_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    lines = tmp_path / "lines.txt"
+    lines.write_text("root:x:0:0\n")
+    run = run_profile(*(str(lines) if argument == "LINES" else argument for argument in arguments))
     assert run.returncode == 2
     assert len(run.stderr.splitlines()) == 1
     assert words in run.stderr

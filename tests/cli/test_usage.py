@@ -22,6 +22,7 @@ COMMAND = [sys.executable, "-c", "from kvpager.cli import main; main()"]
         (["generate", "--hope"], "--hope"),
         (["replay"], "TRACE"),
         (["replay", "generate:chat", "--seed", "9" * 30, "--requests", "2"], "seed is 999"),
+        (["replay", __file__], "line 1: neither JSON nor CSV; name the format with --format"),
         (["generate", "--prompt", "\udcff", "--max-tokens", "2"], "not valid UTF-8"),
         (["plan", "/nowhere.json", "--device-memory", "80GiB"], "/nowhere.json"),
     ],

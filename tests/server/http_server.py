@@ -52,7 +52,8 @@ class Running:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=PATIENCE, **options)
 
     def post(self, path: str, body: Any, key: str | None = ALICE, **options: Any) -> httpx.Response:
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        headers = {"Content-Type": "application/json"}
+        headers |= {} if key is None else {"Authorization": f"Bearer {key}"}
         content = {"content": body} if isinstance(body, bytes) else {"json": body}
         return httpx.post(self.url + path, headers=headers, timeout=PATIENCE, **content, **options)
 

@@ -35,6 +35,7 @@ def request_bytes(generator: random.Random, *, with_beams: bool) -> bytes:
         }
     )
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {ALICE}\r\n"
+    head += "Content-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
 

@@ -147,6 +147,39 @@ WRONG: dict[str, tuple[str, Any, str | None, str]] = {
         "tool_choice",
         "tool_choice is not supported",
     ),
+    "tools that may be called": (
+        CHAT,
+        {"model": "null", "messages": HELLO, "tools": [{}], "tool_choice": "auto"},
+        "tools",
+        'say tool_choice: "none"',
+    ),
+    "flag for a number": (
+        CHAT,
+        {"model": "null", "messages": HELLO, "max_tokens": True},
+        "max_tokens",
+        "integer",
+    ),
+    "text for a number": (CHAT, {"model": "null", "messages": HELLO, "n": "5"}, "n", "valid integer"),
+    "fraction of a token": (
+        CHAT,
+        {"model": "null", "messages": HELLO, "max_tokens": 1.5},
+        "max_tokens",
+        "integer",
+    ),
+    "text for a temperature": (
+        CHAT,
+        {"model": "null", "messages": HELLO, "temperature": "0.5"},
+        "temperature",
+        "valid number",
+    ),
+    "number for a flag": (CHAT, {"model": "null", "messages": HELLO, "stream": 1}, "stream", "valid boolean"),
+    "flags for tokens": ("/v1/completions", {"model": "null", "prompt": [True]}, "prompt", "prompt.0"),
+    "flag for logprobs": (
+        "/v1/completions",
+        {"model": "null", "prompt": "a", "logprobs": True},
+        "logprobs",
+        "valid integer",
+    ),
     "tool calls": (
         CHAT,
         {"model": "null", "messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]},
@@ -170,6 +203,45 @@ def test_wrong_fields_are_400_and_named(
     assert error["type"] == "invalid_request_error"
     assert message in error["message"]
     assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (None, "no Content-Type was given"),
+        ("text/plain", "the Content-Type is 'text/plain'"),
+        ("application/x-www-form-urlencoded", "the Content-Type is 'application/x-www-form-urlencoded'"),
+        ("application/jsonp", "the Content-Type is 'application/jsonp'"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_a_body_that_does_not_say_that_it_is_json_is_415(
+    server: Running, path: str, kind: str | None, text: str
+) -> None:
+    body = {"model": "null", "messages": HELLO, "prompt": "a", "max_tokens": 1}
+    headers = {"Authorization": f"Bearer {ALICE}"} | ({} if kind is None else {"Content-Type": kind})
+    answer = httpx.post(server.url + path, content=json.dumps(body), headers=headers, timeout=PATIENCE)
+    assert error_of(answer, 415)["message"] == f"{text}: application/json is needed"
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON"])
+def test_json_may_have_parameters_and_capitals(server: Running, kind: str) -> None:
+    headers = {"Authorization": f"Bearer {ALICE}", "Content-Type": kind}
+    body = json.dumps({"model": "null", "prompt": "a", "max_tokens": 1})
+    answer = httpx.post(server.url + "/v1/completions", content=body, headers=headers, timeout=PATIENCE)
+    assert answer.status_code == 200
+
+
+def test_the_operators_key_is_named_where_a_tenants_is_needed(server: Running) -> None:
+    for response in (
+        server.get("/v1/models", key=OPERATOR),
+        server.post(CHAT, {"model": "null", "messages": HELLO}, key=OPERATOR),
+    ):
+        error = error_of(response, 401)
+        assert error["code"] == "invalid_api_key"
+        assert error["message"] == (
+            "this is the operator's key, for /metrics, /stats and the page: give a tenant's key"
+        )
 
 
 def test_paths_and_methods_that_are_not_there_have_the_shape_too(server: Running) -> None:
@@ -211,7 +283,7 @@ def test_long_bodies_are_413_whether_their_length_is_told_or_not() -> None:
             for _ in range(40):
                 yield b"x" * 1000
 
-        headers = {"Authorization": f"Bearer {ALICE}"}
+        headers = {"Authorization": f"Bearer {ALICE}", "Content-Type": "application/json"}
         error_of(httpx.post(server.url + CHAT, headers=headers, content=chunks(), timeout=PATIENCE), 413)
         assert server.get("/v1/models").status_code == 200
 
@@ -223,6 +295,7 @@ def test_client_that_leaves_in_its_body_leaves_nothing_in_the_log(
         monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)  # to where caplog listens
         port = int(server.url.rsplit(":", 1)[1])
         head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {ALICE}\r\n"
+        head += "Content-Type: application/json\r\n"
         for rest in ("Content-Length: 100\r\n\r\nabc", "Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"):
             with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
                 connection.sendall((head + rest).encode())

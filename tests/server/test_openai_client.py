@@ -215,6 +215,38 @@ def test_completion_logprobs_have_offsets() -> None:
         assert [offset for each in streamed if each for offset in each.text_offset or ()] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_places_in_the_text_whatever_characters_are_made_of(stream: bool) -> None:
+    text = "é€\U0001f600ab\U0001f600"  # of 2, 3, 4, 1, 1 and 4 tokens, the last one cut
+    with running_server(runner=TextRunner(text)) as server:
+        done = server.client().completions.create(
+            model="null", prompt="x", max_tokens=14, temperature=0, logprobs=1, stream=stream
+        )
+        choices = [chunk.choices[0] for chunk in done] if stream else [done.choices[0]]  # type: ignore[union-attr]
+        offsets = [place for each in choices if each.logprobs for place in each.logprobs.text_offset or ()]
+        assert "".join(choice.text for choice in choices) == text[:-1] + "\ufffd"
+        assert offsets == [0] * 2 + [1] * 3 + [2] * 4 + [3, 4] + [5] * 3
+
+
+def test_sampled_token_is_among_its_alternatives_however_unlikely_it_is() -> None:
+    with running_server(runner=TextRunner("a")) as server:
+        done = server.client().completions.create(
+            model="null", prompt="x", max_tokens=40, temperature=2.0, seed=4, logprobs=1
+        )
+        logprobs = done.choices[0].logprobs
+        assert logprobs is not None
+        unlikely = 0
+        for name, value, top in zip(
+            logprobs.tokens or (), logprobs.token_logprobs or (), logprobs.top_logprobs or (), strict=True
+        ):
+            assert top is not None
+            assert top[name] == value
+            assert "a" in top, "the most likely one, which was asked for"
+            unlikely += name != "a"
+            assert len(top) == (1 if name == "a" else 2)
+        assert unlikely > 5
+
+
 def test_alternatives_that_are_parts_of_characters_keep_names_of_their_own() -> None:
     with running_server(runner=TextRunner("é")) as server:
         done = server.client().completions.create(
@@ -256,6 +288,8 @@ def test_fields_that_nobody_knows_are_ignored_and_nulls_are_not_given(server: Ru
             "stop": None,
             "ignore_eos": True,
             "tool_choice": "none",
+            "tools": [{"type": "function", "function": {"name": "search", "parameters": {}}}],
+            "parallel_tool_calls": False,
         },
     )
     assert done.choices[0].finish_reason == "length"
@@ -330,7 +364,7 @@ def test_full_queue_is_429_and_says_nothing_of_others() -> None:
 
 def test_request_beyond_the_time_limit_fails_as_one() -> None:
     with running_server(settings={"request_timeout": 0.1}) as server:
-        with pytest.raises(openai.InternalServerError, match="it ended for deadline") as failed:
+        with pytest.raises(openai.InternalServerError, match="its deadline has passed") as failed:
             server.client().completions.create(model="null", prompt="x", max_tokens=5000)
         assert failed.value.status_code == 504
         server.wait_until_idle()

@@ -102,6 +102,13 @@ def test_operators_key_opens_metrics_on_the_clients_port(server: Running) -> Non
     assert posted.status_code == 404
 
 
+def test_probes_may_ask_for_the_head_alone(server: Running) -> None:
+    for url in (server.url, server.operator_url):
+        for path in ("/health", "/ready", "/"):
+            answer = httpx.head(url + path, timeout=PATIENCE)
+            assert (answer.status_code, answer.content) == (200, b"")
+
+
 def test_drain_refuses_with_503_and_lets_running_streams_end() -> None:
     with running_server(runner=NullRunner(step_time=0.02), drain_timeout=20) as server:
         assert (server.get("/ready").status_code, server.get("/health").status_code) == (200, 200)
@@ -332,7 +339,7 @@ def test_command_serves_prints_its_addresses_and_ends_on_a_signal() -> None:
     with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         lines = [process.stderr.readline() for _ in range(3)]
-        assert lines[0].startswith("Serving null: 65536 blocks of 16 tokens, 1 tenant, policy reserve")
+        assert lines[0].startswith("Serving null: 65,536 blocks of 16 tokens, 1 tenant, policy reserve")
         url = lines[1].split()[1].removesuffix("/v1")
         operator = lines[2].split()[1]
         # Whoever reads the line may connect.
@@ -373,8 +380,8 @@ def test_third_ctrl_c_ends_a_server_whose_model_hangs() -> None:
         port, operator = int(lines[1].split()[1].removesuffix("/v1").rsplit(":", 1)[1]), lines[2].split()[1]
         body = json.dumps(BODY)
         with socket.create_connection(("127.0.0.1", port)) as connection:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
-            connection.sendall((head + body).encode())
+            head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             # The step that it is in never ends.
             wait_until(
                 lambda: httpx.get(operator + "stats", timeout=PATIENCE).json()["running"] == 1, "a step"
@@ -403,6 +410,8 @@ def test_third_ctrl_c_ends_a_server_whose_model_hangs() -> None:
         (["--port", "0", "--request-timeout", "nan"], "--request-timeout is nan, above 0 seconds is needed"),
         (["--model", "null", "--port", "0", "--memory", "1GiB"], "give --blocks with --model null"),
         (["--port", "0", "--memory", "much"], "--memory is 'much'"),
+        (["--port", "0", "--memory", "0"], "--memory is '0', above 0 bytes is needed"),
+        (["--port", "0", "--memory", ""], "--memory is '', expected bytes"),
     ],
 )
 def test_wrong_options_are_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
@@ -412,6 +421,13 @@ def test_wrong_options_are_one_line_and_exit_code_2(arguments: list[str], messag
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert message in done.stderr
+
+
+def test_memory_that_holds_no_block_is_refused_with_what_one_takes() -> None:
+    arguments = command("--port", "0", "--memory", "1KiB")
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=5 * PATIENCE, check=False)
+    assert done.returncode == 2
+    assert re.search(r"--memory is 1024 bytes, a block of KV has \d+\n$", done.stderr), done.stderr
 
 
 def test_new_key_prints_a_key_and_its_hash() -> None:

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvpager.cli.sizes import counted, format_bytes
+from kvpager.cli.sizes import format_bytes
+from kvpager.wording import counted
 
 __all__ = ["print_plan"]
 

@@ -14,8 +14,8 @@ import typer
 
 from kvpager.cli.paths import given_path
 from kvpager.cli.replay_checks import check_outputs, check_usage, names_in
-from kvpager.cli.sizes import counted
 from kvpager.errors import InvalidArgumentError
+from kvpager.wording import counted
 
 if TYPE_CHECKING:
     from kvpager.replay.study import Study
@@ -164,7 +164,12 @@ def replay(
     pool_blocks = blocks or max(1, DEFAULT_POOL_TOKENS // block_size)
     if host_blocks is None:
         host_blocks = 4 * pool_blocks if "swap" in overflows else 0
-    first = open_trace(trace, format_name=format_name, skip_bad=skip_bad, seed=seed, requests=requests)
+    try:
+        first = open_trace(trace, format_name=format_name, skip_bad=skip_bad, seed=seed, requests=requests)
+    except InvalidArgumentError as error:
+        if error.param == "format_name":
+            raise InvalidArgumentError(f"{error}; name the format with --format") from error
+        raise
     settings = RunSettings(
         blocks=pool_blocks,
         host_blocks=host_blocks,

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvpager.cli.sizes import counted
 from kvpager.replay.run import RunSettings, served_tokens
 from kvpager.replay.trace import Trace
+from kvpager.wording import counted
 
 __all__ = ["print_omitted", "print_runs", "print_search"]
 

@@ -14,6 +14,7 @@ from kvpager._threads import configure_threads
 from kvpager.cli.paths import given_path
 from kvpager.cli.sizes import parse_bytes
 from kvpager.errors import InvalidArgumentError, MissingDependencyError
+from kvpager.wording import counted
 
 if TYPE_CHECKING:
     from kvpager.engine import Engine
@@ -204,7 +205,9 @@ def _engine(options: _Options, table: TenantTable) -> tuple[Engine, ServerSettin
     runner: Any
     tokenizer: Any
     max_body = parse_bytes(options.max_body, "--max-body")
-    memory = parse_bytes(options.memory or _DEFAULT_MEMORY, "--memory")
+    memory = parse_bytes(_DEFAULT_MEMORY if options.memory is None else options.memory, "--memory")
+    if memory == 0:
+        raise InvalidArgumentError(f"--memory is {options.memory!r}, above 0 bytes is needed")
     if options.model == _NULL_MODEL:
         if options.memory is not None:
             raise InvalidArgumentError("--memory is of a model that has KV: give --blocks with --model null")
@@ -254,8 +257,9 @@ def _announce(
 ) -> None:
     config = engine.config
     lines = [
-        f"Serving {settings.model_name}: {config.num_blocks} blocks of {config.block_size} tokens, "
-        f"{len(engine.tenants)} tenant{'s' if len(engine.tenants) != 1 else ''}, policy {config.policy}",
+        f"Serving {settings.model_name}: {counted(config.num_blocks, 'block')} of "
+        f"{counted(config.block_size, 'token')}, {counted(len(engine.tenants), 'tenant')}, "
+        f"policy {config.policy}",
         f"API:  {_url(clients)}/v1",
     ]
     if operator is not None:

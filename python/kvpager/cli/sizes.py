@@ -6,7 +6,7 @@ import re
 
 from kvpager.errors import InvalidArgumentError
 
-__all__ = ["counted", "format_bytes", "parse_bytes"]
+__all__ = ["format_bytes", "parse_bytes"]
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -38,16 +38,6 @@ def parse_bytes(text: str, name: str) -> int:
     if size >= 1 << 62:
         raise InvalidArgumentError(f"{name} is {text!r}, more than 4 EiB")
     return size
-
-
-def counted(count: int, noun: str) -> str:
-    """A count with its noun.
-
-    Example:
-        >>> counted(1, "block"), counted(2048, "block")
-        ('1 block', '2,048 blocks')
-    """
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def format_bytes(size: int) -> str:

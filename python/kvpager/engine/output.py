@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from kvpager.engine.text import StopFinder, TextStream
 from kvpager.errors import GenerationError
+from kvpager.wording import counted
 
 if TYPE_CHECKING:
     from kvpager.engine.engine import Engine
@@ -26,6 +27,8 @@ class GenerationOutput:
         text: whole characters that are certainly no part of a stop text; empty without a tokenizer.
         token_ids: the new tokens.
         logprobs: one for each new token, if they were asked for.
+        text_offsets: with logprobs and a tokenizer: where each new token's text begins in the sample's. Parts
+            of one character begin where it does.
         finish_reason: `stop`, `length` or `aborted` in the last output of a sample, else None.
         stop_text: the stop text that ended it, if one did.
         score: of a beam search's answer: its log-probability over (number of tokens) ** length_penalty.
@@ -38,10 +41,18 @@ class GenerationOutput:
     finish_reason: FinishReason | None = None
     stop_text: str | None = None
     score: float | None = None
+    text_offsets: list[int] | None = None
 
 
 _CONSUMED: dict[str, FinishReason] = {"stop": "stop", "length": "length", "aborted": "aborted"}
 """Ends that are no failure."""
+
+_FAILURES = {
+    "deadline": "its deadline has passed",
+    "capacity": "its quota was lowered below what it needs",
+    "drained": "the engine was drained",
+}
+"""Ends that are one, in words."""
 
 
 class OutputReader:
@@ -92,15 +103,17 @@ class OutputReader:
 
     def _output(self, token_ids: list[int]) -> GenerationOutput:
         generation, start = self.generation, self.num_tokens
-        text = ""
+        text, offsets = "", None
         if self._stream is not None:
-            text, token_ids = self._read_text(self._stream, token_ids)
+            text, token_ids, offsets = self._read_text(self._stream, token_ids)
         self.num_tokens += len(token_ids)
         self._engine.note_taken(generation, self.num_tokens)
         logprobs = (
             None if generation.params.logprobs is None else generation.logprobs[start : self.num_tokens]
         )
         output = GenerationOutput(generation.index, text, token_ids, logprobs, score=generation.score)
+        if logprobs is not None:
+            output.text_offsets = offsets
         if self._finder is not None and self._finder.found is not None:
             output.finish_reason, output.stop_text = "stop", self._finder.found
             # So that it counts as what it is: to the scheduler it is an abort.
@@ -109,17 +122,18 @@ class OutputReader:
             self.close()
         return output
 
-    def _read_text(self, stream: TextStream, token_ids: list[int]) -> tuple[str, list[int]]:
-        """Returns the text, and the tokens up to the one that completed a stop text."""
+    def _read_text(self, stream: TextStream, token_ids: list[int]) -> tuple[str, list[int], list[int]]:
+        """Returns the text, the tokens up to the one that completed a stop text, and where each begins."""
         finder = self._finder
-        if finder is None:
-            return "".join([stream.push(token_id) for token_id in token_ids]), token_ids
-        pieces = []
+        pieces, offsets = [], []
         for place, token_id in enumerate(token_ids, 1):
-            pieces.append(finder.push(stream.push(token_id)))
-            if finder.found is not None:
-                return "".join(pieces), token_ids[:place]
-        return "".join(pieces), token_ids
+            offsets.append(stream.num_chars)
+            piece = stream.push(token_id)
+            pieces.append(piece if finder is None else finder.push(piece))
+            if finder is not None and finder.found is not None:
+                token_ids = token_ids[:place]
+                break
+        return "".join(pieces), token_ids, offsets
 
     def _finish(self, output: GenerationOutput, reason: FinishReason) -> None:
         if self._stream is not None:
@@ -145,8 +159,8 @@ class OutputReader:
         generation = self.generation
         self.has_ended = True
         reason = generation.finish_reason or "error"
-        detail = generation.error or f"it ended for {reason}"
-        count = len(generation.token_ids)
+        detail = generation.error or _FAILURES.get(reason, f"it ended by {reason}")
+        count = counted(len(generation.token_ids), "token")
         raise GenerationError(
-            f"request {generation.request_id} ended after {count} tokens: {detail}", reason, detail
+            f"request {generation.request_id} ended after {count}: {detail}", reason, detail
         )

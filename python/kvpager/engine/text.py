@@ -38,6 +38,11 @@ class TextStream:
         self._token_ids: list[int] = []
         self._num_sent = 0
 
+    @property
+    def num_chars(self) -> int:
+        """Characters that are complete so far."""
+        return self._num_sent
+
     def push(self, token_id: int) -> str:
         """Adds one id; returns the text that is complete now, often empty inside a multi-byte character."""
         self._token_ids.append(token_id)

@@ -112,7 +112,7 @@ def detect_format(path: Path, bad: BadLines) -> str:
         return "azure"
     if b"," in line:
         return "lengths"
-    raise InvalidArgumentError(f"{path}: line 1: neither JSON nor CSV; name the format with --format")
+    raise InvalidArgumentError(f"{path}: line 1: neither JSON nor CSV", param="format_name")
 
 
 def _detect_members(path: Path, bad: BadLines) -> str:

@@ -25,6 +25,7 @@ class Choice:
     Attributes:
         text: so far.
         logprobs: one for each token, if they were asked for.
+        text_offsets: the same: where its text begins.
         token_ids: so far.
         finish_reason: None before the end.
     """
@@ -32,6 +33,7 @@ class Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, output: GenerationOutput) -> None:
@@ -39,6 +41,7 @@ class Choice:
         self.text += output.text
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
+        self.text_offsets += output.text_offsets or ()
         self.finish_reason = output.finish_reason
 
 
@@ -77,11 +80,11 @@ class AnswerFormat:
         delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
         return self._chunk_head + delta % index + b"]}\n\n"
 
-    def chunk(self, index: int, output: GenerationOutput, text_offset: int) -> bytes:
+    def chunk(self, index: int, output: GenerationOutput) -> bytes:
         """A chunk with what is new of a sample."""
         logprobs = b"null"
         if output.logprobs:  # an end without a token has an empty list
-            logprobs = _to_json(self._logprobs(output.token_ids, output.logprobs, text_offset))
+            logprobs = _to_json(self._logprobs(output))
         reason = b"null" if output.finish_reason is None else b'"%s"' % output.finish_reason.encode()
         return b"".join(
             (
@@ -103,15 +106,14 @@ class AnswerFormat:
         return self._chunk_head + b'],"usage":' + _to_json(usage) + b"}\n\n"
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = self._logprobs(choice.token_ids, choice.logprobs, 0) if choice.logprobs else None
+        logprobs = self._logprobs(choice) if choice.logprobs else None
         content: dict[str, Any] = {"text": choice.text}
         if self._is_chat:
             content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
-    def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], text_offset: int
-    ) -> dict[str, Any]:
+    def _logprobs(self, part: Choice | GenerationOutput) -> dict[str, Any]:
+        token_ids, logprobs = part.token_ids, part.logprobs or []
         if self._is_chat:
             entries = [
                 {
@@ -121,15 +123,13 @@ class AnswerFormat:
                 for token_id, each in zip(token_ids, logprobs, strict=True)
             ]
             return {"content": entries, "refusal": None}
-        texts = [self._tokenizer.decode([token_id]) for token_id in token_ids]
-        offsets = [text_offset + sum(map(len, texts[:place])) for place in range(len(texts))]
         return {
             "tokens": [self._name(token_id) for token_id in token_ids],
             "token_logprobs": [each.logprob for each in logprobs],
             "top_logprobs": [
                 self._top(token_id, each) for token_id, each in zip(token_ids, logprobs, strict=True)
             ],
-            "text_offset": offsets,
+            "text_offset": part.text_offsets,
         }
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:

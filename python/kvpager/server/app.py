@@ -63,11 +63,13 @@ def _new_app(settings: ServerSettings) -> FastAPI:
 
 
 def _add_health(app: FastAPI, engine: AsyncEngine) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 while the engine works, draining included; 503 once it cannot."""
         return Response(status_code=200 if engine.state in ("running", "draining") else 503)
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
         """200 while requests are accepted; 503 before a shutdown, so that load goes elsewhere."""
@@ -97,7 +99,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, settings: ServerSettings)
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         tenant = _tenant_of(request, settings)
-        wanted = parse_request(CompletionRequest, await request.body())
+        wanted = parse_request(CompletionRequest, await _json_of(request))
         _check_model(wanted.model, settings)
         params = wanted.to_params(wanted.max_tokens, wanted.logprobs, settings.request_timeout)
         answer_format = AnswerFormat(settings.tokenizer, settings.model_name, is_chat=False)
@@ -107,7 +109,7 @@ def _add_generation(app: FastAPI, engine: AsyncEngine, settings: ServerSettings)
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat(request: Request) -> Response:
         tenant = _tenant_of(request, settings)
-        wanted = parse_request(ChatRequest, await request.body())
+        wanted = parse_request(ChatRequest, await _json_of(request))
         _check_model(wanted.model, settings)
         ids = settings.tokenizer.encode_chat([message.to_dict() for message in wanted.messages])
         limit = wanted.max_completion_tokens or wanted.max_tokens
@@ -143,6 +145,7 @@ def _add_operator(app: FastAPI, engine: AsyncEngine, settings: ServerSettings, *
             return JSONResponse(operator_stats(engine.snapshot(), settings))
         return JSONResponse(tenant_stats(engine.snapshot(), settings, _tenant_of(request, settings)))
 
+    @app.head("/", include_in_schema=False)
     @app.get("/")
     async def page() -> Response:
         """The live page. It holds no numbers: its script asks `/stats` with the reader's key."""
@@ -162,8 +165,22 @@ def _tenant_of(request: Request, settings: ServerSettings) -> str:
     key = _key_of(request.headers)
     if (tenant := settings.tenants.tenant_of(key)) is None:
         text = "the API key is not known" if key else "no API key was given"
+        if settings.tenants.is_operator(key):
+            text = "this is the operator's key, for /metrics, /stats and the page: give a tenant's key"
         raise ApiError(401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
     return tenant
+
+
+async def _json_of(request: Request) -> bytes:
+    """The body of a request that says that it is JSON.
+
+    A page of another site can make a browser send any other kind without asking, where no key is needed.
+    """
+    given = request.headers.get("content-type")
+    if given is None or given.partition(";")[0].strip().lower() != "application/json":
+        text = "no Content-Type was given" if given is None else f"the Content-Type is {given[:100]!r}"
+        raise ApiError(415, f"{text}: application/json is needed", code="unsupported_media_type")
+    return await request.body()
 
 
 def _check_model(name: str, settings: ServerSettings) -> None:

@@ -107,7 +107,7 @@ def _check_limit(engine: AsyncEngine, settings: ServerSettings, job: Job) -> Non
         raise ApiError(400, text, param=job.count_field)
     if in_flight + wanted > limit:
         engine.engine.note_refused(job.tenant)
-        text = f"{in_flight} requests are in flight and {wanted} more are asked for, the limit is {limit}"
+        text = f"in flight: {in_flight}, asked for: {wanted} more, the limit is {limit}"
         raise too_many(text, counters)
 
 
@@ -174,9 +174,8 @@ async def _chunks(
 ) -> AsyncIterator[bytes]:
     """Yields the events of a stream; a failure is its last one, since the status is long sent."""
     answer_format, num_samples = job.answer_format, job.params.n
-    offsets = [0] * (len(streams) * num_samples)
     try:
-        for index in range(len(offsets)):
+        for index in range(len(streams) * num_samples):
             if chunk := answer_format.role_chunk(index):
                 yield chunk
         for place, stream in enumerate(streams):
@@ -185,8 +184,7 @@ async def _chunks(
                     raise GenerationError(_GONE, "aborted")
                 index = place * num_samples + output.index
                 if output.text or output.finish_reason is not None or output.logprobs:
-                    yield answer_format.chunk(index, output, offsets[index])
-                    offsets[index] += len(output.text)
+                    yield answer_format.chunk(index, output)
         if job.includes_usage:
             yield answer_format.usage_chunk(usage_of(streams))
         yield b"data: [DONE]\n\n"

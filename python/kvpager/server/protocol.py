@@ -16,6 +16,9 @@ from kvpager.server.errors import ApiError
 
 __all__ = ["ChatRequest", "CompletionRequest", "StreamOptions", "parse_request"]
 
+_AS_WRITTEN = ConfigDict(extra="ignore", strict=True)
+"""Unknown fields are ignored; `"5"` and `true` are no numbers, and 1 is not true."""
+
 _MAX_STOPS = 16
 _R = TypeVar("_R", bound="_Request")
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -37,7 +40,7 @@ def _refuse(unsupported: Mapping[str, bool]) -> None:
 class StreamOptions(BaseModel):
     """`stream_options` of a request."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = _AS_WRITTEN
     include_usage: bool | None = None
 
 
@@ -48,7 +51,7 @@ class _Request(BaseModel):
     `length_penalty` are not OpenAI's; other servers read them under these names.
     """
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = _AS_WRITTEN
 
     model: str
     n: int = Field(1, ge=1, le=MAX_SAMPLES)
@@ -172,7 +175,7 @@ class CompletionRequest(_Request):
 
 
 class _TextPart(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    model_config = _AS_WRITTEN
     type: Literal["text"]
     text: str
 
@@ -180,7 +183,7 @@ class _TextPart(BaseModel):
 class ChatMessage(BaseModel):
     """One message of a conversation."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = _AS_WRITTEN
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_TextPart] | None = None
 
@@ -231,12 +234,11 @@ class ChatRequest(_Request):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        for name in ("tools", "functions"):
-            if getattr(self, name):
-                raise _wrong(name, f"{name} are not supported: leave them out")
-        _refuse(
-            {name: getattr(self, name) not in (None, "none") for name in ("tool_choice", "function_call")}
-        )
+        for name, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+            chosen = getattr(self, choice)
+            if getattr(self, name) and chosen != "none":
+                raise _wrong(name, f'{name} are not supported: leave them out, or say {choice}: "none"')
+            _refuse({choice: chosen not in (None, "none")})
         if self.response_format and self.response_format.get("type", "text") != "text":
             kind = self.response_format.get("type")
             raise _wrong("response_format", f"response_format {kind!r} is not supported: only 'text'")
