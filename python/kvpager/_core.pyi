@@ -673,11 +673,12 @@ class EventBatch:
         """What happened: [E], uint8.
 
         0 stored, 1 removed (children before parents), 2 namespace cleared; of further layer groups 3 attached
-        (the group has its block where one is stored), 4 detached (before that one is removed).
+        (the group has its block where one is stored), 4 detached (before that one is removed). If the first
+        group of the model is not full, what is stored says where blocks may be, and every group is attached.
         """
     @property
     def groups(self) -> npt.NDArray[np.uint32]:
-        """Layer group that was attached or detached, from 1: [E], uint32; 0 for other kinds."""
+        """Layer group that was attached or detached: [E], uint32; 0 for other kinds."""
     @property
     def parents(self) -> npt.NDArray[np.uint8]:
         """Digest that the first block stored continues: [E, 32], uint8; zeros for other kinds."""
@@ -1362,8 +1363,9 @@ class Scheduler:
         layer_groups: what the layers of each group see, as `KvGeometry.layer_groups` begins:
             `("full", None)`, `("sliding", tokens)`, `("chunked", tokens)`, a query's own token counted. None
             for one full group. All groups take blocks of one pool; a block out of its group's window is let
-            go while the sequence runs. Anything but one full group excludes forks, samples and beams. With an
-            index the first group must be full, and tenants have no group and no public scope.
+            go while the sequence runs. Anything but one full group excludes forks, samples and beams. If the
+            first group is not full, the index is the scheduler's alone: `match_prefix`, `insert_prefix` and
+            their like raise WrongStateError.
         max_waiting: requests that may wait at once, of all tenants.
         max_waiting_tokens: prompt tokens that may wait at once, of all tenants; None for no bound.
         ageing_steps: steps of waiting that make up for one class of priority; 0 if priorities do not matter.

@@ -118,10 +118,48 @@ def test_a_prefix_is_reused_in_every_group() -> None:
     assert pool.stats().free == 64
 
 
-def test_an_index_without_a_full_group_is_refused_with_the_way_out() -> None:
-    expected = r"layer_groups\[0\] is sliding over 4 tokens.*keeps all"
-    with pytest.raises(errors.InvalidArgumentError, match=expected):
-        reusing([("sliding", 4), ("full", None)])
+@pytest.mark.parametrize("groups", [[("sliding", 8)], [("chunked", 16), ("sliding", 6)]])
+@pytest.mark.parametrize("eviction", ["lru", "learned", "clock"])
+@pytest.mark.parametrize("policy", ["reserve", "watermark", "forecast"])
+def test_a_model_of_windows_alone_is_reused_by_the_ends_of_its_windows(
+    groups: list[tuple[str, int | None]], eviction: str, policy: str
+) -> None:
+    pool = BlockPool(64)
+    index = PrefixIndex(pool, block_size=4, eviction=eviction)  # type: ignore[arg-type]
+    scheduler = Scheduler(
+        pool,
+        index,
+        block_size=4,
+        max_batch_tokens=8,
+        max_running=4,
+        max_model_tokens=128,
+        layer_groups=groups,
+        policy=policy,  # type: ignore[arg-type]
+    )
+    tenant = scheduler.add_tenant("alice")
+    cached = []
+    for _ in range(3):
+        scheduler.submit(tenant, range(46), max_tokens=2)
+        while scheduler.has_work():
+            batch = scheduler.step()
+            # A chunk of 8 and a window: not the 12 blocks of each group that 47 tokens have.
+            assert pool.stats().held <= 6 * len(groups)
+            for request in commit_samples(scheduler, batch).finished:
+                cached.append(request.cached_tokens)
+        # What the windows left behind goes first, and no later match needs it.
+        index.evict(3)
+    assert cached == [0, 44, 44]
+    index.evict(64)
+    assert pool.stats().free == 64
+
+
+def test_an_index_of_windows_alone_is_its_schedulers() -> None:
+    _, index, scheduler = reusing([("sliding", 4)])
+    tenant = scheduler.add_tenant("alice")
+    scheduler.submit(tenant, range(9), max_tokens=1)
+    commit_samples(scheduler, scheduler.step())
+    with pytest.raises(errors.WrongStateError, match="only its scheduler matches"):
+        index.match_prefix(tenant.namespace, np.arange(9, dtype=np.uint32))
 
 
 def test_a_published_prefix_is_found_in_every_group() -> None:

@@ -105,9 +105,12 @@ def test_tails_of_all_groups_move_to_the_host_and_back(tmp_path: Path) -> None:
     assert stats.swapped_out_blocks == stats.swapped_in_blocks
 
 
+@pytest.mark.parametrize(("layer_types", "num_cached"), [(SLIDING_AND_FULL, 36), (None, 36)])
 @pytest.mark.parametrize("reuse", [False, True])
-def test_a_windowed_model_generates_through_the_engine(tmp_path: Path, reuse: bool) -> None:
-    model, tensors = windowed(tmp_path, SLIDING_AND_FULL)
+def test_a_windowed_model_generates_through_the_engine(
+    tmp_path: Path, reuse: bool, layer_types: list[str] | None, num_cached: int
+) -> None:
+    model, tensors = windowed(tmp_path, layer_types)
     config = EngineConfig(num_blocks=256, block_size=4, max_batch_tokens=16, max_running=4, reuse=reuse)
     engine = Engine(LlamaRunner(model), config)
     params = GenerationParams(max_tokens=12)
@@ -118,7 +121,7 @@ def test_a_windowed_model_generates_through_the_engine(tmp_path: Path, reuse: bo
     again = [engine.submit(prompt, params)[0] for prompt in PROMPTS]
     engine.run()
     assert [generation.token_ids for generation in again] == expected
-    assert sum(generation.cached_tokens for generation in again) == (36 if reuse else 0)
+    assert sum(generation.cached_tokens for generation in again) == (num_cached if reuse else 0)
 
 
 def test_groups_share_the_memory_of_a_block(tmp_path: Path) -> None:

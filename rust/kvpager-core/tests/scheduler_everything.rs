@@ -161,7 +161,7 @@ impl World {
             wanted.session = Some(Arc::clone(session));
         }
         let n = wanted.n;
-        match self.engine.scheduler.submit(wanted) {
+        match self.engine.submit_request(wanted) {
             Ok(first) => (0..u64::from(n)).for_each(|branch| {
                 let branch_of = (n > 1).then_some(branch);
                 let accepted = Accepted { prompt: prompt.clone(), max_tokens, branch: branch_of };
@@ -311,10 +311,6 @@ proptest! {
     ) {
         let mut config = config(block_size);
         config.layer_groups = groups.into();
-        if cached {
-            // An index finds prefixes by the blocks of a full group.
-            config.layer_groups[0] = Span::Full;
-        }
         config.max_running = 5;
         config.max_batch_tokens = max_batch_tokens;
         config.max_prefill_chunk = max_prefill_chunk;

@@ -222,7 +222,7 @@ proptest! {
     fn shared_scopes_serve_every_group_right_whatever_the_schedule(
         spare in 0..40u32,
         block_size in 1..5u32,
-        groups in prop::collection::vec(span(), 1..3),
+        groups in prop::collection::vec(span(), 1..4),
         shared_limit in 8..30u32,
         max_batch_tokens in 4..20u32,
         max_open_steps in 1..4u32,
@@ -230,7 +230,6 @@ proptest! {
         event_capacity in prop_oneof![Just(1usize << 20), 1..200usize],
         operations in prop::collection::vec(operation(), 1..80),
     ) {
-        let groups: Vec<Span> = std::iter::once(Span::Full).chain(groups).collect();
         let mut config = SchedulerConfig { block_size, max_batch_tokens, max_open_steps, ..grouped(&groups) };
         config.max_running = 4;
         config.zero_blocks = ZeroBlocks::Always;

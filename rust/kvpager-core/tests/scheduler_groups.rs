@@ -161,8 +161,9 @@ fn the_tails_of_all_groups_move_out_and_back_and_nothing_is_computed_twice() {
         (vec![Span::Full, Span::Sliding(8)], 16),
         (vec![Span::Full, Span::Chunked(8), Span::Full], 26),
         (vec![Span::Sliding(8), Span::Full], 16),
+        (vec![Span::Sliding(24)], 12),
     ] {
-        for reuse in [false, groups[0] == Span::Full] {
+        for reuse in [false, true] {
             let mut engine = Engine::new(num_blocks, tiered(&groups, 128), reuse);
             let tenant = engine.tenant("a");
             let ids: Vec<_> =
@@ -301,12 +302,6 @@ fn what_groups_do_not_do_is_refused_with_numbers() {
     let id = engine.submit(&tenant, &prompt(1, 4), 4).unwrap();
     assert!(engine.scheduler.fork(id, 1).unwrap_err().to_string().contains("2 groups"));
     assert!(engine.scheduler.reorder(&[id], &[id], &[1]).is_err());
-    let windowed_first = Engine::try_new(32, grouped(4, &[Span::Sliding(8), Span::Full]), true);
-    assert!(
-        windowed_first
-            .err()
-            .is_some_and(|error| error.to_string().contains("layer_groups[0] is sliding over 8"))
-    );
     let none = grouped(4, &[]).validate().unwrap_err().to_string();
     assert!(none.contains("0 groups"), "{none}");
 }
@@ -397,11 +392,6 @@ proptest! {
         lags in any::<bool>(),
         operations in prop::collection::vec(operation(), 1..80),
     ) {
-        // An index finds prefixes by the blocks of a full group.
-        let mut groups = groups;
-        if cached {
-            groups[0] = Span::Full;
-        }
         let mut config = grouped(block_size, &groups);
         config.max_running = 3;
         config.max_batch_tokens = max_batch_tokens;
@@ -424,7 +414,7 @@ proptest! {
                 Operation::Submit { family, shared, own, max_tokens } => {
                     let prompt = shared_prompt(family, shared, own);
                     let tenant = &tenants[family as usize % 2];
-                    match engine.scheduler.submit(request(tenant, &prompt, max_tokens)) {
+                    match engine.submit(tenant, &prompt, max_tokens) {
                         Ok(id) => accepted.push((id, prompt, max_tokens)),
                         Err(Error::Refused { .. }) => {}
                         Err(other) => panic!("{other}"),

@@ -11,7 +11,7 @@ use kvpager_core::block_pool::PoolConfig;
 use kvpager_core::prefix_index::{EvictionPolicy, IndexConfig, Isolation};
 use kvpager_core::scheduler::{AdmissionPolicy, HostTierConfig, QueueLimits, SchedulerConfig};
 use proptest::prelude::*;
-use traces::{Act, NUM_BLOCKS, Peak, acts, difference, flood, policy, regular, run, setting, trace};
+use traces::{Act, NUM_BLOCKS, Peak, acts, difference, flood, groups, policy, regular, run, setting, trace};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
@@ -19,6 +19,7 @@ proptest! {
     #[test]
     fn what_a_strict_tenant_sees_is_a_function_of_its_own_requests(
         policy in policy(),
+        layer_groups in groups(),
         host_blocks in prop::sample::select(vec![0, 12, 64]),
         chunk in 0..4u32,
         open in 1..3u32,
@@ -26,7 +27,10 @@ proptest! {
         noise in acts(40, 40, 5),
         other_noise in acts(40, 40, 5),
     ) {
-        let config = setting(policy, host_blocks, chunk, open);
+        // Short enough that a model of windows alone runs out of homes.
+        let max_model_tokens = 64;
+        let config =
+            SchedulerConfig { layer_groups, max_model_tokens, ..setting(policy, host_blocks, chunk, open) };
         let alone = trace(&config, Isolation::Strict, &own, &[], 0);
         for noise in [&noise, &other_noise] {
             let beside = trace(&config, Isolation::Strict, &own, noise, 0);
@@ -57,12 +61,13 @@ proptest! {
     #[test]
     fn without_memory_pressure_a_scoped_tenant_sees_no_content_of_others(
         policy in policy(),
+        layer_groups in groups(),
         chunk in 0..4u32,
         open in 1..3u32,
         own in acts(9, 30, 2),
         noise in acts(9, 30, 3),
     ) {
-        let mut config = setting(policy, 0, chunk, open);
+        let mut config = SchedulerConfig { layer_groups, ..setting(policy, 0, chunk, open) };
         config.queue = QueueLimits::NONE;
         // Whether a draft is right depends on content, and is not the cache's doing.
         let mut noise = noise;

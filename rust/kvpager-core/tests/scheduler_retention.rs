@@ -30,7 +30,7 @@ fn submit(
     retention: Retention,
 ) -> SequenceId {
     let request = Request { retention: Some(retention), ..request(tenant, prompt, max) };
-    engine.scheduler.submit(request).expect("accepted")
+    engine.submit_request(request).expect("accepted")
 }
 
 /// Runs a request of 8 computed tokens, two blocks, to its end.
@@ -501,6 +501,34 @@ fn what_is_kept_of_a_model_with_groups_can_be_used_in_every_group() {
         engine.scheduler.drain(NO_LIMIT).expect("a deadline");
         engine.turn();
         engine.check_idle();
+    }
+}
+
+/// A chunk begins where the prompt says, not where what is kept begins: the public head counts.
+#[test]
+fn what_is_kept_behind_a_public_head_has_what_each_group_needs_at_its_place_in_the_prompt() {
+    for groups in
+        [vec![Span::Full, Span::Chunked(16)], vec![Span::Chunked(16)], vec![Span::Full, Span::Sliding(7)]]
+    {
+        let mut settings = config(4);
+        settings.layer_groups = groups.into();
+        let mut engine = Engine::new(64, settings, true);
+        let sharing = Sharing { scope: TenantScope::Public, ..Sharing::default() };
+        let public = engine.scheduler.add_tenant(&TenantConfig { sharing, ..tenant_config("public", 0, 16) });
+        let public = public.expect("a tenant");
+        let sharing = Sharing { public: Some(Arc::clone(&public)), ..Sharing::default() };
+        let member = engine.scheduler.add_tenant(&TenantConfig { sharing, ..tenant_config("a", 0, 64) });
+        let member = member.expect("a tenant");
+        engine.submit(&public, &prompt(1, 4), 1).expect("accepted");
+        engine.finish(20);
+        // A block of the head and four of its own: the next query, at 20, sees a chunk that begins at 16.
+        let tokens = [prompt(1, 4), prompt(7, 17)].concat();
+        submit(&engine, &member, &tokens, 1, Retention::default());
+        engine.finish(20);
+        engine.index.as_ref().expect("an index").evict(64);
+        let id = engine.submit(&member, &tokens, 1).expect("accepted");
+        engine.finish(20);
+        assert_eq!(engine.finished[&id].cached_tokens, 20);
     }
 }
 

@@ -168,6 +168,17 @@ impl PrefixIndex {
         tokens: &[u32],
         blocks: &mut Vec<BlockHandle>,
     ) -> Result<ChainPin> {
+        self.check_has_blocks()?;
+        self.find_chain(chain, tokens, blocks)
+    }
+
+    /// [`PrefixIndex::match_chain_whole`] for the scheduler, which knows what the ids of the tree are.
+    pub(crate) fn find_chain(
+        self: &Arc<Self>,
+        chain: &ScopeChain,
+        tokens: &[u32],
+        blocks: &mut Vec<BlockHandle>,
+    ) -> Result<ChainPin> {
         if let [only] = chain.namespaces[..] {
             return self.match_from(only, None, tokens, blocks).map(ChainPin::of_one);
         }
@@ -300,6 +311,17 @@ impl PrefixIndex {
         tokens: &[u32],
         blocks: &mut [BlockHandle],
     ) -> Result<Extended> {
+        self.check_has_blocks()?;
+        self.extend_chain_any(pin, tokens, blocks)
+    }
+
+    /// [`PrefixIndex::extend_chain`] whatever the ids of the tree are.
+    pub(super) fn extend_chain_any(
+        self: &Arc<Self>,
+        pin: &mut ChainPin,
+        tokens: &[u32],
+        blocks: &mut [BlockHandle],
+    ) -> Result<Extended> {
         if pin.own_part().is_none() {
             let part = match pin.key {
                 None => self.root(pin.last)?,
@@ -325,6 +347,7 @@ impl PrefixIndex {
         blocks: &mut [BlockHandle],
     ) -> Result<Extended> {
         self.check_public(pin.namespace)?;
+        self.check_has_blocks()?;
         self.extend_any(pin, tokens, blocks)
     }
 

@@ -6,7 +6,7 @@
 //! everything marks no longer count, so an eviction ends however fast they are set.
 
 use super::PrefixIndex;
-use super::evictor::{Evictor, MAX_PIECE, State, Whose};
+use super::evictor::{Evictor, MAX_PIECE, State, Unit, Whose};
 use super::tree::Tree;
 use crate::ids::{BlockHandle, NamespaceId};
 use crate::sync::Ordering;
@@ -25,13 +25,19 @@ enum Sweep {
 }
 
 impl Evictor {
-    /// Evicts up to `num_blocks` of whom it may; returns how many were evicted.
+    /// Evicts up to `count` of whom it may; returns how many were evicted.
     ///
     /// Others may move the hand between two pieces. What they pass loses its mark, and what they find without one they
     /// take, so it does not matter whose round it is.
-    pub(super) fn evict_by_clock(&self, index: &PrefixIndex, whose: Whose, num_blocks: usize) -> usize {
+    pub(super) fn evict_by_clock(
+        &self,
+        index: &PrefixIndex,
+        unit: Unit,
+        whose: Whose,
+        count: usize,
+    ) -> usize {
         let (mut num_ended, mut round) = (0, None);
-        self.in_pieces(num_blocks, |state, wanted| {
+        self.in_tree_pieces(index, unit, count, |state, wanted| {
             let all = || state.lanes.iter().map(|lane| lane.active.len()).sum::<usize>();
             let round = *round.get_or_insert_with(all);
             // The first round may begin in the middle of a namespace, and the last must be a whole one.
@@ -58,8 +64,8 @@ impl State {
         let (lane, allowance) = self.clock_lane(index, whose)?;
         let &id = self.lanes[lane].active.first()?;
         self.taken.clear();
-        let sweep = sweep(index, id, wanted.min(allowance), ignores_marks, &mut self.taken);
-        let num_blocks = self.taken.len();
+        let (sweep, num_freed) = sweep(index, id, wanted.min(allowance), ignores_marks, &mut self.taken);
+        let num_blocks = self.count(self.taken.len(), num_freed);
         let lane = &mut self.lanes[lane];
         match sweep {
             Sweep::Stopped => return Some((num_blocks, false)),
@@ -83,7 +89,7 @@ impl State {
         let turn = self.clock_lane;
         let in_turn = (0..count).map(|offset| (turn + offset) % count);
         let mut may_give = in_turn.filter(|&lane| !self.lanes[lane].active.is_empty()).filter_map(|lane| {
-            let allowance = self.allowance(&index.pool, whose, lane);
+            let allowance = self.tree_allowance(index, whose, lane);
             (allowance > 0).then_some((lane, allowance))
         });
         let found = may_give.next();
@@ -96,25 +102,26 @@ impl State {
     }
 }
 
-/// Moves the hand of a namespace until `wanted` blocks are taken, or a piece of nodes is passed.
+/// Moves the hand of a namespace until `wanted` blocks are taken, or a piece of nodes is passed. Returns also how many of
+/// the device are free by that.
 fn sweep(
     index: &PrefixIndex,
     id: NamespaceId,
     wanted: usize,
     ignores_marks: bool,
     taken: &mut Vec<BlockHandle>,
-) -> Sweep {
-    let Some((id, namespace)) = index.namespaces.at(id) else { return Sweep::Empty };
+) -> (Sweep, usize) {
+    let Some((id, namespace)) = index.namespaces.at(id) else { return (Sweep::Empty, 0) };
     let mut tree = namespace.write_tree();
     let sweep = tree.move_hand(wanted, ignores_marks, |tree, node| index.is_fenced(tree, node), taken);
     index.merge_seams_in(namespace, &mut tree, taken.len());
-    index.evicted((id, namespace), taken);
+    let num_freed = index.evicted((id, namespace), taken);
     if tree.num_children() > 0 {
-        return sweep;
+        return (sweep, num_freed);
     }
     // Relaxed: under the tree's exclusive lock, which keeps those out who set it.
     namespace.is_queued.store(false, Ordering::Relaxed);
-    Sweep::Empty
+    (Sweep::Empty, num_freed)
 }
 
 impl Tree {

@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::ids::{BlockHandle, NamespaceId};
 use crate::sync::Ordering;
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Keyed digest of a prefix.
 pub type Digest = [u8; 32];
@@ -53,16 +53,17 @@ pub enum EventKind {
     },
     /// Nothing of the namespace is matchable any more.
     Cleared,
-    /// A further layer group has its blocks at these of the first group, which are stored.
+    /// A further layer group has its blocks at these of the first group, which are stored. In a model in which no group
+    /// sees all tokens, what is stored says where blocks may be, and every group is told of like this.
     Attached {
-        /// Position of the group in the model's list, from 1.
+        /// Position of the group in the model's list.
         group: u32,
         /// Digests of the first group's blocks.
         digests: Vec<Digest>,
     },
     /// A further layer group no longer has its blocks there. Comes before the first group's blocks are removed.
     Detached {
-        /// Position of the group in the model's list, from 1.
+        /// Position of the group in the model's list.
         group: u32,
         /// Digests of the first group's blocks.
         digests: Vec<Digest>,
@@ -105,6 +106,8 @@ pub(super) struct Events {
     pub(super) config: EventConfig,
     /// Digest of every indexed block, under the same locks as its tokens.
     digests: TokenArena,
+    /// Instead of those, once the tree has ids of its own.
+    of_homes: OnceLock<TokenArena>,
     buffer: Mutex<Buffer>,
 }
 
@@ -117,7 +120,19 @@ struct Buffer {
 
 impl Events {
     pub(super) fn new(config: EventConfig, num_blocks: u32) -> Result<Self> {
-        Ok(Self { config, digests: TokenArena::new(num_blocks, ROW_WORDS)?, buffer: Mutex::default() })
+        let digests = TokenArena::new(num_blocks, ROW_WORDS)?;
+        Ok(Self { config, digests, of_homes: OnceLock::new(), buffer: Mutex::default() })
+    }
+
+    /// Makes room for so many ids. The caller keeps everybody out of every tree, in which there is nothing.
+    pub(super) fn widen(&self, num_homes: u32) -> Result<()> {
+        let digests = TokenArena::new(num_homes, ROW_WORDS)?;
+        self.of_homes.get_or_init(|| digests);
+        Ok(())
+    }
+
+    fn digests(&self) -> &TokenArena {
+        self.of_homes.get().unwrap_or(&self.digests)
     }
 
     fn buffer(&self) -> MutexGuard<'_, Buffer> {
@@ -150,7 +165,7 @@ impl Events {
     fn digest(&self, namespace: &Namespace, block: BlockHandle) -> Digest {
         let mut digest = UNKNOWN;
         // SAFETY: every caller has the lock of the tree that the block is in, and passes its own blocks only.
-        let row = unsafe { self.digests.row(block.id()) };
+        let row = unsafe { self.digests().row(block.id()) };
         if row[ROW_WORDS - 1] != num_purges(namespace) {
             return UNKNOWN;
         }
@@ -173,7 +188,7 @@ impl Events {
         }
         row[ROW_WORDS - 1] = num_purges(namespace);
         // SAFETY: every caller has the exclusive lock of the tree that the block is in, so nobody reads the row.
-        unsafe { self.digests.write_rows(block.id(), 1, &row) };
+        unsafe { self.digests().write_rows(block.id(), 1, &row) };
     }
 
     /// Digest of a node's end, which blocks below it continue.

@@ -34,6 +34,16 @@ pub(super) enum Whose {
     Shared(AccountId),
 }
 
+/// What an eviction of nodes counts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Unit {
+    /// Blocks of the device, with those that are attached.
+    #[default]
+    Blocks,
+    /// Ids of the tree.
+    Homes,
+}
+
 /// Finds the next block to evict over all namespaces.
 pub(super) struct Evictor {
     arrivals: SegQueue<(AccountId, NamespaceId)>,
@@ -63,6 +73,8 @@ pub(super) struct State {
     pub(super) clock_lane: usize,
     /// Buffer of one piece.
     pub(super) taken: Vec<BlockHandle>,
+    /// What the eviction of nodes counts that has the state now.
+    unit: Unit,
 }
 
 /// What one look at a namespace gave.
@@ -129,10 +141,27 @@ impl Evictor {
         total
     }
 
-    /// Evicts up to `num_blocks` in order of release, over the namespaces of whom it may; returns how many.
-    pub(super) fn evict(&self, index: &PrefixIndex, whose: Whose, num_blocks: usize) -> usize {
+    /// [`Evictor::in_pieces`] for blocks of the tree: `take` is told how many of those are wanted, and returns how many
+    /// units they came to.
+    pub(super) fn in_tree_pieces(
+        &self,
+        index: &PrefixIndex,
+        unit: Unit,
+        count: usize,
+        mut take: impl FnMut(&mut State, usize) -> Option<usize>,
+    ) -> usize {
+        let per_node =
+            if unit == Unit::Blocks && index.has_homes() { index.num_attached_groups() } else { 1 };
+        self.in_pieces(count, |state, wanted| {
+            state.unit = unit;
+            take(state, wanted.div_ceil(per_node))
+        })
+    }
+
+    /// Evicts up to `count` in order of release, over the namespaces of whom it may; returns how many.
+    pub(super) fn evict(&self, index: &PrefixIndex, unit: Unit, whose: Whose, count: usize) -> usize {
         let mut is_first = true;
-        self.in_pieces(num_blocks, |state, wanted| {
+        self.in_tree_pieces(index, unit, count, |state, wanted| {
             if std::mem::take(&mut is_first) {
                 state.lanes.iter_mut().for_each(Lane::look_at_fenced);
             }
@@ -190,22 +219,42 @@ impl State {
         }
     }
 
+    /// How many blocks of the tree a lane may give. Homes have guarantees of their own; of blocks, a home is taken to
+    /// have one of each group.
+    pub(super) fn tree_allowance(&self, index: &PrefixIndex, whose: Whose, lane: usize) -> usize {
+        match (index.homes(), self.unit) {
+            (None, _) => self.allowance(&index.pool, whose, lane),
+            (Some(homes), Unit::Homes) => self.allowance(&homes.pool, whose, lane),
+            (Some(_), Unit::Blocks) => match self.allowance(&index.pool, whose, lane) {
+                usize::MAX => usize::MAX,
+                blocks => blocks / index.num_attached_groups(),
+            },
+        }
+    }
+
+    /// What taking blocks of the tree came to, by which so many of the device are free.
+    pub(super) fn count(&self, num_taken: usize, num_freed: usize) -> usize {
+        match self.unit {
+            Unit::Blocks => num_freed,
+            Unit::Homes => num_taken,
+        }
+    }
+
     /// The lane with the least bound of those that may give, and how much it may.
-    fn least_lane(&self, pool: &BlockPool, whose: Whose) -> Option<(usize, usize)> {
+    fn least_lane(&self, index: &PrefixIndex, whose: Whose) -> Option<(usize, usize)> {
         let filled = self.lanes.iter().enumerate().filter(|(_, lane)| !lane.heap.is_empty());
-        let allowed = filled.filter_map(|(index, lane)| {
-            let allowance = self.allowance(pool, whose, index);
-            (allowance > 0).then_some((lane.bound(), index, allowance))
+        let allowed = filled.filter_map(|(number, lane)| {
+            let allowance = self.tree_allowance(index, whose, number);
+            (allowance > 0).then_some((lane.bound(), number, allowance))
         });
-        allowed.min().map(|(_, index, allowance)| (index, allowance))
+        allowed.min().map(|(_, number, allowance)| (number, allowance))
     }
 
     /// Takes up to `wanted` blocks from the namespace that has the oldest; none if there is none that may give.
     fn take_oldest(&mut self, index: &PrefixIndex, whose: Whose, wanted: usize) -> Option<usize> {
-        let (lane, allowance) = self.least_lane(&index.pool, whose)?;
+        let (lane, allowance) = self.least_lane(index, whose)?;
         let Reverse((_, namespace)) = self.lanes[lane].heap.pop()?;
-        let bound =
-            self.least_lane(&index.pool, whose).map_or(u64::MAX, |(other, _)| self.lanes[other].bound());
+        let bound = self.least_lane(index, whose).map_or(u64::MAX, |(other, _)| self.lanes[other].bound());
         let look = self.take(index, NamespaceId(namespace), wanted.min(allowance), bound);
         match look.oldest {
             Some(stamp) if look.is_fenced => self.lanes[lane].fenced.push(Reverse((stamp, namespace))),
@@ -240,7 +289,8 @@ impl State {
             namespace.is_queued.store(false, Ordering::Relaxed);
         }
         index.merge_seams(&mut tree, &mut order, look.num_blocks);
-        index.evicted((id, namespace), &self.taken);
+        let num_freed = index.evicted((id, namespace), &self.taken);
+        look.num_blocks = self.count(look.num_blocks, num_freed);
         look
     }
 }

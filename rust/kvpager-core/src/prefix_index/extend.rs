@@ -29,7 +29,8 @@ impl PrefixIndex {
     /// a step is open or there is no capacity; the caller keeps the rest and may try again.
     ///
     /// # Errors
-    /// `InvalidArgument` if `tokens` is not whole blocks for `blocks`, or if the pin is another index's;
+    /// `InvalidArgument` if `tokens` is not whole blocks for `blocks`, or if the pin is another index's; `WrongState` if no
+    /// layer group of the index's model sees all tokens;
     /// `InvalidHandle` if the first piece names a block that the caller does not hold exclusively. Nothing is
     /// changed then. (A bad handle later ends the call early, without an error.)
     pub fn extend(
@@ -38,6 +39,7 @@ impl PrefixIndex {
         tokens: &[u32],
         blocks: &mut [BlockHandle],
     ) -> Result<Extended> {
+        self.check_has_blocks()?;
         if self.namespaces.get(pin.namespace)?.is_public {
             return Err(Error::invalid("only publish inserts into a public scope"));
         }
@@ -143,7 +145,7 @@ impl PrefixIndex {
             order.split(place.node, target);
         }
         let own = &blocks[..place.num_blocks];
-        match self.pool.trade_held(namespace.account, own, tree.unheld_blocks(target)) {
+        match self.tree_pool().trade_held(namespace.account, own, tree.unheld_blocks(target)) {
             Ok(()) => {}
             Err(Error::WrongState(_) | Error::OutOfBlocks { .. } | Error::OverQuota { .. }) => {
                 return Ok(None);
@@ -173,14 +175,14 @@ impl PrefixIndex {
         if blocks.is_empty() {
             return Ok(());
         }
-        self.pool.index_blocks(blocks)?;
+        self.tree_pool().index_blocks(blocks)?;
         let (mut rest, mut rows) = (blocks, tokens);
         while let Some(first) = rest.first() {
             let run = run_length(rest);
             let (written, others) = rows.split_at(run * self.config.block_size as usize);
             // SAFETY: `tree` is borrowed exclusively from its lock; the pool has just accepted the blocks as
             // indexed, which it does once, so no tree has them.
-            unsafe { self.arena.write_rows(first.id(), run, written) };
+            unsafe { self.arena().write_rows(first.id(), run, written) };
             (rest, rows) = (&rest[run..], others);
         }
         if let Some(events) = self.events() {

@@ -225,6 +225,15 @@ impl Namespaces {
         (0..self.len()).filter_map(|slot| self.at(NamespaceId(slot)))
     }
 
+    /// Calls `change` if nothing is in any namespace and nobody has a pin; nobody can look at one meanwhile, or make one.
+    pub(super) fn if_empty<T>(&self, change: impl FnOnce() -> T) -> Option<T> {
+        let interned = self.interned();
+        let all = (0..interned.num_slots).filter_map(|slot| self.at(NamespaceId(slot)));
+        let trees: Vec<_> = all.map(|(_, namespace)| namespace.write_tree()).collect();
+        let is_empty = trees.iter().all(|tree| tree.num_children() == 0 && !tree.is_held());
+        is_empty.then(change)
+    }
+
     /// How many there are.
     pub(super) fn len(&self) -> u32 {
         self.interned().num_slots
@@ -261,6 +270,7 @@ impl PrefixIndex {
         account: AccountId,
     ) -> Result<NamespaceId> {
         self.pool.quota(account)?;
+        self.open_account(account)?;
         let learner = self.learned.as_ref().map(|learned| learned.of(account));
         let names = Names::new(scope, fingerprint);
         let intern = |emptied| self.namespaces.intern(&names, account, learner.as_ref(), emptied);

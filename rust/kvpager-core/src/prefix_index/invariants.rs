@@ -19,6 +19,7 @@ impl PrefixIndex {
         for (id, namespace) in self.namespaces.all() {
             self.check_namespace(namespace, &mut seen).map_err(|text| format!("namespace {id}: {text}"))?;
         }
+        self.check_homes(seen.len())?;
         self.check_attached()
     }
 

@@ -25,6 +25,15 @@ pub enum Isolation {
 }
 
 impl Isolation {
+    /// Whose cached blocks go for an account of this level, first to last.
+    pub(super) const fn order(self, account: AccountId) -> [Whose; 2] {
+        match self {
+            Self::Scoped => [Whose::Own(account), Whose::Shared(account)],
+            // Of a strict account, its own are within its limit (`make_room`): what is in the way is others'.
+            Self::Open | Self::Strict => [Whose::Shared(account), Whose::Own(account)],
+        }
+    }
+
     /// The level's name.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -113,12 +122,8 @@ impl PrefixIndex {
 
 impl Reclaim for PrefixIndex {
     fn reclaim(&self, account: AccountId, num_blocks: u32) -> u32 {
-        let order = match self.evictor.isolation(account) {
-            Isolation::Open => [Whose::Shared(account), Whose::Own(account)],
-            Isolation::Scoped => [Whose::Own(account), Whose::Shared(account)],
-            // Its own are within its limit (`make_room`): what is in the way is others'.
-            Isolation::Strict => [Whose::Shared(account), Whose::Own(account)],
-        };
-        order.into_iter().fold(0, |done, whose| done + self.evict_of(whose, num_blocks - done))
+        let order = self.evictor.isolation(account).order(account);
+        // Blocks that go with a home may be more than were asked for.
+        order.into_iter().fold(0, |done, whose| done + self.evict_of(whose, num_blocks.saturating_sub(done)))
     }
 }

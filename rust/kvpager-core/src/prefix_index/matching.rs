@@ -20,7 +20,8 @@ impl PrefixIndex {
     ///
     /// # Errors
     /// `OutOfBlocks` or `OverQuota` if there is no capacity to hold the path: nothing is pinned, `blocks` is
-    /// as it was. `InvalidArgument` for an unknown namespace.
+    /// as it was. `InvalidArgument` for an unknown namespace; `WrongState` if no layer group of the index's model sees all
+    /// tokens: its scheduler alone knows what can be used.
     ///
     /// # Concurrency
     /// Runs beside other matches; waits for a writer of the same namespace only.
@@ -30,6 +31,7 @@ impl PrefixIndex {
         tokens: &[u32],
         blocks: &mut Vec<BlockHandle>,
     ) -> Result<Pin> {
+        self.check_has_blocks()?;
         self.match_from(namespace, None, self.without_last(tokens), blocks)
     }
 
@@ -44,6 +46,7 @@ impl PrefixIndex {
         tokens: &[u32],
         blocks: &mut Vec<BlockHandle>,
     ) -> Result<Pin> {
+        self.check_has_blocks()?;
         self.match_from(namespace, None, tokens, blocks)
     }
 
@@ -180,7 +183,7 @@ impl PrefixIndex {
     fn hold_first(&self, namespace: &Namespace, tree: &Tree, node: u32) -> Result<()> {
         let take = |num_blocks: u32| match num_blocks {
             0 => Ok(()),
-            _ => self.pool.hold_cached(namespace.account, num_blocks),
+            _ => self.tree_pool().hold_cached(namespace.account, num_blocks),
         };
         let taken = tree.unheld_blocks(node);
         take(taken)?;
@@ -207,7 +210,10 @@ impl PrefixIndex {
         if num_blocks == 0 {
             return;
         }
-        match self.pool.unhold_cached(namespace.account, num_blocks) {
+        let given = self.tree_pool().unhold_cached(namespace.account, num_blocks);
+        // No step reads a home, but what is attached to it.
+        let given = given.map(|epoch| if self.has_homes() { self.pool.newest_open_step() } else { epoch });
+        match given {
             Ok(None) => {}
             Ok(Some(epoch)) => tree.fence(node, num_blocks, epoch),
             Err(error) => debug_assert!(false, "what a pin held can be given back: {error}"),

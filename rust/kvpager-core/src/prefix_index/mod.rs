@@ -20,6 +20,7 @@ mod evictor;
 mod extend;
 mod fingerprint;
 mod holding;
+mod homes;
 mod insert;
 mod interning;
 mod invariants;
@@ -62,7 +63,8 @@ use attached::Attached;
 use child_hash::ChildHash;
 use crossbeam_utils::CachePadded;
 use events::Events;
-use evictor::{Evictor, Whose};
+use evictor::{Evictor, Unit, Whose};
+use homes::Homes;
 use interning::Namespaces;
 use items::Items;
 use learned::Learner;
@@ -157,6 +159,8 @@ pub struct PrefixIndex {
     learned: Option<Learned>,
     /// Blocks of further layer groups, if there are any.
     attached: OnceLock<Attached>,
+    /// The ids of the tree, if they are not the pool's.
+    homes: OnceLock<Homes>,
     /// The stream of events, if it is on.
     events: Option<Events>,
     items: Items,
@@ -289,6 +293,7 @@ impl PrefixIndex {
             events,
             items: Items::default(),
             attached: OnceLock::new(),
+            homes: OnceLock::new(),
             digest_key: random_key(),
             num_purges: AtomicU64::new(0),
         }))
@@ -306,7 +311,8 @@ impl PrefixIndex {
         &self.pool
     }
 
-    /// Evicts up to `num_blocks` cached blocks, in the order of the policy; returns how many.
+    /// Evicts up to `num_blocks` cached blocks, in the order of the policy; returns how many. In a model of several layer
+    /// groups they may be more by what is attached to the last of them.
     ///
     /// # Complexity
     /// Constant per block, and the logarithm of the number of namespaces per change of namespace. Under `clock` also
@@ -318,19 +324,20 @@ impl PrefixIndex {
     fn evict_of(&self, whose: Whose, num_blocks: u32) -> u32 {
         let num_blocks = num_blocks as usize;
         let left_behind = self.evict_attached(whose, num_blocks, false);
-        let done = left_behind + self.evict_nodes(whose, num_blocks - left_behind);
+        let done = left_behind + self.evict_nodes(Unit::Blocks, whose, num_blocks - left_behind);
         (done + self.evict_attached(whose, num_blocks.saturating_sub(done), true)) as u32
     }
 
-    fn evict_nodes(&self, whose: Whose, num_blocks: usize) -> usize {
+    /// Evicts nodes in the order of the policy until there are `count` blocks, or homes.
+    fn evict_nodes(&self, unit: Unit, whose: Whose, count: usize) -> usize {
         match &self.learned {
             None if self.config.eviction == EvictionPolicy::Clock => {
-                self.evictor.evict_by_clock(self, whose, num_blocks)
+                self.evictor.evict_by_clock(self, unit, whose, count)
             }
-            None => self.evictor.evict(self, whose, num_blocks),
+            None => self.evictor.evict(self, unit, whose, count),
             Some(learned) => {
                 let values = |account| lock(&learned.of(account)).values();
-                self.evictor.evict_by_value(self, whose, num_blocks, &values)
+                self.evictor.evict_by_value(self, unit, whose, count, &values)
             }
         }
     }
@@ -354,17 +361,19 @@ impl PrefixIndex {
     fn view(&self) -> View<'_> {
         // SAFETY: views are made after a tree's lock was taken and dropped before it is let go, and are given
         // only that tree's blocks (`matching`, `extend` and `invariants`, each right below its lock).
-        unsafe { View::new(&self.arena, &self.hash, self.config.block_size as usize) }
+        unsafe { View::new(self.arena(), &self.hash, self.config.block_size as usize) }
     }
 
-    /// Gives blocks that were taken out of a namespace back to the pool. The caller has its tree's lock.
-    fn evicted(&self, (id, namespace): (NamespaceId, &Namespace), blocks: &[BlockHandle]) {
-        self.evict_homes(blocks);
+    /// Gives blocks that were taken out of a namespace back to the pool; returns how many blocks of the device are free
+    /// by that, those that were attached to them included. The caller has its tree's lock.
+    fn evicted(&self, (id, namespace): (NamespaceId, &Namespace), blocks: &[BlockHandle]) -> usize {
+        let num_attached = self.evict_homes(blocks);
         if let Some(events) = self.events() {
             events.removed((id, namespace), blocks);
         }
-        let evicted = self.pool.evict_own(blocks);
+        let evicted = self.tree_pool().evict_own(blocks);
         debug_assert!(evicted.is_ok(), "unheld blocks of the index can be evicted: {evicted:?}");
+        num_attached + if self.has_homes() { 0 } else { blocks.len() }
     }
 
     /// The stream of events, if it is on. It never is with `--cfg eventless`, in which nothing of it is built:

@@ -82,6 +82,7 @@ impl PrefixIndex {
     /// if the namespace was given to another salt.
     pub fn match_partial(self: &Arc<Self>, pin: &Pin, tokens: &[u32]) -> Result<Option<PartialBlock>> {
         self.check_own(pin)?;
+        self.check_has_blocks()?;
         self.pin_closest(&[(pin.namespace, Place::of(pin))], tokens)
     }
 
@@ -95,6 +96,7 @@ impl PrefixIndex {
         pin: &ChainPin,
         tokens: &[u32],
     ) -> Result<Option<PartialBlock>> {
+        self.check_has_blocks()?;
         let mut places: Vec<_> = match pin.end() {
             Some(part) => vec![(part.namespace, Place::of(part))],
             None => chain.namespaces().iter().map(|&id| (id, Place::Root)).collect(),

@@ -133,8 +133,8 @@ impl PrefixIndex {
         let taken = take(&mut sweep);
         let blocks = sweep.taken;
         let current = self.namespaces.at(id).map_or(id, |(current, _)| current);
-        self.evicted((current, namespace), &blocks);
-        (taken, blocks.len())
+        let num_freed = self.evicted((current, namespace), &blocks);
+        (taken, num_freed)
     }
 }
 

@@ -4,7 +4,7 @@
 //! leaf or the newest. Those two a class are looked at, once per call, and again where something changed.
 
 use super::PrefixIndex;
-use super::evictor::{Evictor, MAX_PIECE, State, Whose};
+use super::evictor::{Evictor, MAX_PIECE, State, Unit, Whose};
 use super::interning::Namespaces;
 use super::learned::{NUM_CLASSES, Values};
 use super::namespace::Namespace;
@@ -27,19 +27,20 @@ struct Candidate {
 }
 
 impl Evictor {
-    /// Evicts up to `num_blocks`, what is worth least first, of whom it may; returns how many were evicted.
+    /// Evicts up to `count`, what is worth least first, of whom it may; returns how many were evicted.
     pub(super) fn evict_by_value(
         &self,
         index: &PrefixIndex,
+        unit: Unit,
         whose: Whose,
-        num_blocks: usize,
+        count: usize,
         values: &dyn Fn(AccountId) -> Values,
     ) -> usize {
-        let pool = &index.pool;
         let mut lanes: Option<Vec<(usize, Values)>> = None;
-        self.in_pieces(num_blocks, |state, wanted| {
+        self.in_tree_pieces(index, unit, count, |state, wanted| {
             let may_give = || {
-                let some = (0..state.lanes.len()).filter(|&lane| state.allowance(pool, whose, lane) > 0);
+                let some =
+                    (0..state.lanes.len()).filter(|&lane| state.tree_allowance(index, whose, lane) > 0);
                 some.map(|lane| (lane, values(AccountId(lane as u32)))).collect()
             };
             let lanes = lanes.get_or_insert_with(may_give);
@@ -58,7 +59,7 @@ impl State {
         wanted: usize,
     ) -> Option<usize> {
         let PrefixIndex { pool, namespaces, .. } = index;
-        lanes.retain(|(lane, _)| self.allowance(pool, whose, *lane) > 0);
+        lanes.retain(|(lane, _)| self.tree_allowance(index, whose, *lane) > 0);
         let mut ranked: Vec<Ranked> = Vec::new();
         for (place, (lane, values)) in lanes.iter().enumerate() {
             let active = &self.lanes[*lane].active;
@@ -69,17 +70,17 @@ impl State {
         let first = ranked.first()?;
         let bound = ranked.get(1).map_or(f32::INFINITY, |second| second.value);
         let (lane, values) = &lanes[first.lane];
-        let wanted = wanted.min(self.allowance(pool, whose, *lane));
+        let wanted = wanted.min(self.tree_allowance(index, whose, *lane));
         let namespace = namespaces.at(first.namespace)?;
         self.taken.clear();
-        let is_left = take(index, namespace, wanted, bound, values, &mut self.taken);
+        let (is_left, num_freed) = take(index, namespace, wanted, bound, values, &mut self.taken);
         let active = &mut self.lanes[*lane].active;
         if !is_left {
             active.retain(|id| *id != first.namespace);
         } else if active.len() > MAX_COMPARED {
             active.rotate_left(MAX_COMPARED);
         }
-        Some(self.taken.len())
+        Some(self.count(self.taken.len(), num_freed))
     }
 }
 
@@ -116,7 +117,8 @@ fn rank(
     }
 }
 
-/// Takes up to `wanted` blocks worth at most `bound` from a namespace; returns whether it has anything left.
+/// Takes up to `wanted` blocks worth at most `bound` from a namespace; returns whether it has anything left, and how many
+/// blocks of the device are free.
 fn take(
     index: &PrefixIndex,
     (id, namespace): (NamespaceId, &Namespace),
@@ -124,7 +126,7 @@ fn take(
     bound: f32,
     values: &Values,
     taken: &mut Vec<BlockHandle>,
-) -> bool {
+) -> (bool, usize) {
     let pool = &index.pool;
     let mut tree = namespace.write_tree();
     let mut order = namespace.lock_order();
@@ -151,8 +153,7 @@ fn take(
     // Relaxed: under the tree's exclusive lock, which keeps those out who set it.
     namespace.is_queued.store(is_left, Ordering::Relaxed);
     index.merge_seams(&mut tree, &mut order, taken.len());
-    index.evicted((id, namespace), taken);
-    is_left
+    (is_left, index.evicted((id, namespace), taken))
 }
 
 /// The leaf of a class that is worth least. Parks nodes at the old end that have children, `parking` of them at most:

@@ -165,7 +165,7 @@ impl Core {
             self.queue.note_share_wait(tenant, place);
             return Ok(Err(nothing_there()));
         }
-        let mut reservation = match self.promise(waiting, self.scratch.len())? {
+        let mut reservation = match self.promise(waiting, self.num_spared(num_found))? {
             Ok(reservation) => reservation,
             Err(short) => return Ok(Err(short)),
         };
@@ -213,10 +213,10 @@ impl Core {
             return Ok(None);
         }
         let found = peek(self.index.as_ref(), &waiting.request)?;
-        Ok(self.promise(waiting, found)?.err())
+        Ok(self.promise(waiting, self.num_spared(found))?.err())
     }
 
-    /// Reserves what a request needs that has its first `num_found` blocks; the error says what is short.
+    /// Reserves what a request needs that is spared its first `num_found` blocks; the error says what is short.
     fn promise(
         &self,
         waiting: &WaitingRequest,
@@ -275,8 +275,10 @@ impl Core {
         let known_age = waiting.num_outputs();
         let pinned = self.scratch.len() as u32;
         let matched_tokens = pinned * self.config.block_size;
-        for block in &self.scratch {
-            self.tables.append(row, block.id());
+        if self.config.keeps_first() {
+            for block in &self.scratch {
+                self.tables.append(row, block.id());
+            }
         }
         let progress = &mut waiting.progress;
         if progress.queue_steps.is_none() {

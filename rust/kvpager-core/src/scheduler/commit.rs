@@ -212,6 +212,9 @@ impl Core {
         if is_late || has_shared(&self.pool, sequence)? {
             return Ok(());
         }
+        if !self.config.keeps_first() {
+            return self.index_homes(position);
+        }
         let Some(pin) = &mut sequence.pin else { return Ok(()) };
         let block_size = self.config.block_size as usize;
         let from = sequence.num_indexed as usize;

@@ -124,7 +124,7 @@ impl Core {
             deadlines: Deadlines::default(),
             draining: None,
             published: Published::default(),
-            kept: KeptPrefixes::default(),
+            kept: KeptPrefixes::new(config.keeps_first()),
             in_flight: Vec::new(),
             open: VecDeque::new(),
             retired_rows: Vec::new(),

@@ -1,5 +1,9 @@
 //! The blocks of a sequence in models with more than one full layer group.
 //!
+//! The blocks of a first group that sees all tokens are in [`Sequence::blocks`], those of all others here. If the first
+//! group lets blocks go as well it is one of the others: `Sequence::blocks` then only counts columns, and names the
+//! index's homes of those that are indexed.
+//!
 //! Every group of a sequence ends at the same block and begins where its own window does. A block that leaves the
 //! window is *spare*: no query sees it any more, those of open steps included, because they come after what is
 //! committed. So it is overwritten by the next growth of any group, without a call to the pool, and what is promised to
@@ -13,6 +17,7 @@ use super::sequence::Sequence;
 use super::tails::{Keeper, TailBlock};
 use super::tenant::Tenant;
 use crate::block_pool::Reservation;
+use crate::block_tables::BlockTables;
 use crate::geometry::Span;
 use crate::ids::{AccountId, BlockHandle};
 use crate::prefix_index::{ChainPin, PrefixIndex};
@@ -20,11 +25,14 @@ use crate::{Error, Result};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// What the first group's blocks in `Sequence::blocks` do not say.
+/// What stands in `Sequence::blocks` for a column that has no block there, and no home.
+pub(super) const NO_BLOCK: BlockHandle = BlockHandle::from_bits(0);
+
+/// What `Sequence::blocks` does not say.
 #[derive(Debug)]
 pub(super) struct LayerBlocks {
-    /// Leading blocks of the first group that it has let go. They stay in `Sequence::blocks` and mean nothing.
-    pub(super) first: u32,
+    /// Whether `Sequence::blocks` has the blocks of the first group.
+    pub(super) keeps_first: bool,
     /// The other groups, in order.
     pub(super) rest: Box<[GroupBlocks]>,
     /// Blocks that left a window, for the next growth.
@@ -78,17 +86,21 @@ impl GroupBlock {
 
 impl LayerBlocks {
     /// No blocks, with room for as many as each group has at once.
-    pub(super) fn new(capacities: impl Iterator<Item = usize>) -> Self {
+    pub(super) fn new(keeps_first: bool, capacities: impl Iterator<Item = usize>) -> Self {
         let group = |most| GroupBlocks { first: 0, blocks: VecDeque::with_capacity(most), num_guests: 0 };
-        Self { first: 0, rest: capacities.map(group).collect(), spare: Vec::new() }
+        Self { keeps_first, rest: capacities.map(group).collect(), spare: Vec::new() }
     }
 
-    /// Blocks in all groups, `num_blocks` of them of the first one without those that it let go; spare ones, and those
-    /// that other accounts pay for, left out.
-    pub(super) fn num_held(&self, num_blocks: usize) -> usize {
+    /// Blocks in all groups when there are so many columns; spare ones, and those that other accounts pay for, left out.
+    pub(super) fn num_held(&self, num_columns: usize) -> usize {
         let of = |group: &GroupBlocks| group.blocks.len() - group.num_guests;
-        // Of a tail that is on the host, the first group may have let the first blocks go.
-        num_blocks.saturating_sub(self.first as usize) + self.rest.iter().map(of).sum::<usize>()
+        let first = if self.keeps_first { num_columns } else { 0 };
+        first + self.rest.iter().map(of).sum::<usize>()
+    }
+
+    /// The first column of each group that it has not let go, in order.
+    pub(super) fn firsts(&self) -> impl Iterator<Item = u32> {
+        self.keeps_first.then_some(0).into_iter().chain(self.rest.iter().map(|group| group.first))
     }
 }
 
@@ -126,8 +138,8 @@ impl Sequence {
             self.blocks.clear();
             return (own, Vec::new());
         };
-        let first_own = self.num_indexed.max(layers.first) as usize;
-        let mut own = self.blocks.split_off(first_own.min(self.blocks.len()));
+        let first_own = if layers.keeps_first { self.num_indexed as usize } else { self.blocks.len() };
+        let mut own = self.blocks.split_off(first_own);
         self.blocks.clear();
         let mut attached = Vec::new();
         for block in layers.rest.iter().flat_map(|group| &group.blocks) {
@@ -147,7 +159,32 @@ impl Core {
     pub(super) fn new_layers(&self, prompt_tokens: u32, longest: u32) -> Option<Box<LayerBlocks>> {
         let config = &self.config;
         let most = |&span| config.group_peak(span, prompt_tokens, longest, true) as usize;
-        config.is_grouped().then(|| Box::new(LayerBlocks::new(config.layer_groups.iter().skip(1).map(most))))
+        let new = || LayerBlocks::new(config.keeps_first(), config.rest_groups().iter().map(most));
+        config.is_grouped().then(|| Box::new(new()))
+    }
+
+    /// Makes the rows of a sequence matchable whose blocks are full and written, if no group's blocks stand for them: as far
+    /// as the index has homes for them.
+    pub(super) fn index_homes(&mut self, position: usize) -> Result<()> {
+        let sequence = &mut self.running[position];
+        let (Some(index), Some(pin)) = (&self.index, &mut sequence.pin) else { return Ok(()) };
+        let block_size = self.config.block_size as usize;
+        let from = sequence.num_indexed as usize;
+        let to = sequence.num_computed as usize / block_size;
+        let tokens = &sequence.tokens[from * block_size..to * block_size];
+        let tokens = sequence.request.keys(index, from * block_size, tokens)?;
+        self.scratch.clear();
+        index.extend_homes(pin, &tokens, &mut self.scratch)?;
+        let end = from + self.scratch.len();
+        sequence.blocks[from..end].copy_from_slice(&self.scratch);
+        sequence.num_indexed = end as u32;
+        self.attach_blocks(position, from, end)
+    }
+
+    /// Of the blocks that a look-up found, those that a request need not have promised: of further groups it pays for
+    /// each of them.
+    pub(super) fn num_spared(&self, num_found: usize) -> usize {
+        if self.config.keeps_first() { num_found } else { 0 }
     }
 
     /// Begins with what further groups have in the index after the first group's blocks in `scratch`. False, and
@@ -158,7 +195,7 @@ impl Core {
         promise: &mut Reservation,
     ) -> Result<bool> {
         let (Some(layers), Some(index)) = (layers, &self.index) else { return Ok(true) };
-        index.use_attached(&self.scratch, promise, |used| {
+        index.use_attached(&self.scratch, 0, promise, |used| {
             let group = &mut layers.rest[used.group];
             let whose = if used.is_guest { Whose::Guest } else { Whose::Attached };
             group.num_guests += usize::from(used.is_guest);
@@ -166,19 +203,27 @@ impl Core {
         })
     }
 
-    /// Blocks that further groups need after a prefix of so many.
-    pub(super) fn num_group_blocks(&self, num_blocks: usize) -> usize {
-        let (end, block_size) = (num_blocks as u32, self.config.block_size);
-        let of = |span: &Span| (end - span.first_visible(end * block_size) / block_size) as usize;
-        self.config.layer_groups.iter().skip(1).map(of).sum()
+    /// Blocks after the first `start` that further groups need after a prefix of `end`.
+    pub(super) fn num_group_blocks(&self, start: usize, end: usize) -> usize {
+        let block_size = self.config.block_size;
+        let of = |span: &Span| {
+            let first = span.first_visible(end as u32 * block_size) / block_size;
+            end.saturating_sub(start.max(first as usize))
+        };
+        self.config.rest_groups().iter().map(of).sum()
     }
 
-    /// Holds what further groups need after a prefix of the first group's blocks. `None` if there is no room for that,
-    /// or something went since it was looked up.
-    pub(super) fn hold_groups(&self, blocks: &[BlockHandle], tenant: &Tenant) -> Result<Option<HeldGroups>> {
+    /// Holds what further groups need, from block `start` on, after a prefix of the first group's blocks. `None` if there is
+    /// no room for that, or something went since it was looked up.
+    pub(super) fn hold_groups(
+        &self,
+        blocks: &[BlockHandle],
+        start: usize,
+        tenant: &Tenant,
+    ) -> Result<Option<HeldGroups>> {
         let Some(index) = &self.index else { return Ok(None) };
         let mut held = HeldGroups { index: Arc::clone(index), account: tenant.account, blocks: Vec::new() };
-        let needed = self.num_group_blocks(blocks.len());
+        let needed = self.num_group_blocks(start, blocks.len());
         if needed == 0 {
             return Ok(Some(held));
         }
@@ -188,7 +233,8 @@ impl Core {
             Err(error) => return Err(error),
         };
         self.keep_within_limit(tenant)?;
-        let is_there = index.use_attached(blocks, &mut promise, |used| held.blocks.push(used.block))?;
+        let is_there =
+            index.use_attached(blocks, start, &mut promise, |used| held.blocks.push(used.block))?;
         Ok(is_there.then_some(held))
     }
 
@@ -283,12 +329,16 @@ impl Core {
         let sequence = &mut self.running[position];
         let Some(layers) = &mut sequence.layers else { return Ok(Ok(())) };
         self.scratch.extend(layers.spare.drain(layers.spare.len() - spare..));
+        let keeps_first = layers.keeps_first;
         for (number, blocks) in columns.zip(self.scratch.chunks_exact(num_groups)) {
             debug_assert_eq!(number, sequence.blocks.len());
-            sequence.blocks.push(blocks[0]);
-            self.tables.append(sequence.row, blocks[0].id());
-            let others = layers.rest.iter_mut().zip(&mut self.group_tables);
-            for ((group, tables), &block) in others.zip(&blocks[1..]) {
+            sequence.blocks.push(if keeps_first { blocks[0] } else { NO_BLOCK });
+            if keeps_first {
+                self.tables.append(sequence.row, blocks[0].id());
+            }
+            let tables = rest_tables(&mut self.tables, &mut self.group_tables, keeps_first);
+            let others = layers.rest.iter_mut().zip(tables);
+            for ((group, tables), &block) in others.zip(&blocks[usize::from(keeps_first)..]) {
                 group.blocks.push_back(GroupBlock::own(block));
                 tables.append(sequence.row, block.id());
             }
@@ -308,14 +358,9 @@ impl Core {
         let end = sequence.blocks.len() as u32;
         let first_of = |span: Span| (span.first_visible(next) / block_size).min(end);
         let mut has_left = false;
-        let mut spans = self.config.layer_groups.iter().copied();
-        let first = spans.next().map_or(0, first_of);
-        while layers.first < first {
-            self.tables.forget(sequence.row, layers.first);
-            layers.spare.push(sequence.blocks[layers.first as usize]);
-            layers.first += 1;
-        }
-        for ((group, tables), span) in layers.rest.iter_mut().zip(&mut self.group_tables).zip(spans) {
+        let tables = rest_tables(&mut self.tables, &mut self.group_tables, layers.keeps_first);
+        let groups = layers.rest.iter_mut().zip(tables).zip(self.config.rest_groups());
+        for ((group, tables), &span) in groups {
             let first = first_of(span);
             while group.first < first
                 && let Some(&GroupBlock { block, whose }) = group.blocks.front()
@@ -387,13 +432,21 @@ impl Core {
         let prompt = sequence.progress.prompt_tokens;
         let total = prompt + sequence.request.max_tokens - 1;
         let is_prefill = sequence.is_prefill();
-        let firsts = std::iter::once(layers.first).chain(layers.rest.iter().map(|group| group.first));
-        let ends = firsts.zip(&config.layer_groups).map(|(first, &span)| {
+        let ends = layers.firsts().zip(&config.layer_groups).map(|(first, &span)| {
             let most = first.saturating_add(config.group_peak(span, prompt, total, is_prefill));
             most.saturating_mul(config.block_size)
         });
         ends.min().unwrap_or(u32::MAX)
     }
+}
+
+/// The tables of the groups in [`LayerBlocks::rest`].
+pub(super) fn rest_tables<'a>(
+    first: &'a mut BlockTables,
+    others: &'a mut [BlockTables],
+    keeps_first: bool,
+) -> impl Iterator<Item = &'a mut BlockTables> {
+    (!keeps_first).then_some(first).into_iter().chain(others)
 }
 
 /// Pins what the index has, in all groups, of a request's known tokens, but for the last one, which is always

@@ -27,11 +27,12 @@ impl Core {
         let computed = (sequence.num_computed / self.config.block_size) as usize;
         let asked = retention.num_tokens.map_or(computed, |asked| self.config.blocks_for(asked) as usize);
         let Some((pin, blocks)) = self.hold_own(sequence, asked.min(computed))? else { return Ok(()) };
-        let Some(groups) = self.hold_groups(&blocks, &request.tenant)? else { return Ok(()) };
+        let start = blocks.len() - pin.num_blocks();
+        let Some(groups) = self.hold_groups(&blocks, start, &request.tenant)? else { return Ok(()) };
         self.kept.keep(Kept {
             pin,
             groups,
-            path: Path::new(&blocks),
+            path: Path::new(&blocks[start..]),
             owner: Arc::clone(&request.tenant),
             retention,
             since: self.moment(),
@@ -43,7 +44,8 @@ impl Core {
     }
 
     /// Holds what a request with the first `num_blocks` blocks of a sequence would find of its tenant's own, as far as
-    /// the tenant's bound for what is kept. The sequence may still hold it too, so nothing is used again by this.
+    /// the tenant's bound for what is kept: its pin, and all blocks of the prefix. The sequence may still hold it too, so
+    /// nothing is used again by this.
     fn hold_own(&self, sequence: &Sequence, num_blocks: usize) -> Result<Option<(Pin, Vec<BlockHandle>)>> {
         let most = sequence.request.tenant.max_kept_blocks as usize;
         let mut wanted = num_blocks;
@@ -64,10 +66,11 @@ impl Core {
             };
             let Some(pin) = found.and_then(ChainPin::into_own) else { break };
             let num_own = pin.num_blocks();
-            let excess = (num_own + self.num_group_blocks(num_own)).saturating_sub(most);
+            let start = blocks.len() - num_own;
+            let num_blocks = self.num_spared(num_own) + self.num_group_blocks(start, blocks.len());
+            let excess = num_blocks.saturating_sub(most);
             if excess == 0 {
-                let own = blocks.split_off(blocks.len() - num_own);
-                return Ok((num_own > 0).then_some((pin, own)));
+                return Ok((num_own > 0).then_some((pin, blocks)));
             }
             wanted = blocks.len().saturating_sub(excess);
         }

@@ -23,7 +23,7 @@ pub(super) struct Kept {
     /// This and `groups` let go of what they hold when they are dropped.
     pub(super) pin: Pin,
     pub(super) groups: HeldGroups,
-    /// The blocks of `pin`.
+    /// The blocks of `pin`, or its homes.
     pub(super) path: Path,
     pub(super) owner: Arc<Tenant>,
     pub(super) retention: Retention,
@@ -47,16 +47,22 @@ impl Kept {
 }
 
 /// What one tenant keeps.
-#[derive(Default)]
 struct OfTenant {
     order: BTreeMap<Rank, Kept>,
     paths: Paths,
+    /// Whether the paths are of blocks; else of homes, which are none.
+    has_blocks: bool,
     num_group_blocks: u64,
 }
 
 impl OfTenant {
+    const fn new(has_blocks: bool) -> Self {
+        Self { order: BTreeMap::new(), paths: Paths::new(), has_blocks, num_group_blocks: 0 }
+    }
+
     fn num_blocks(&self) -> u64 {
-        self.paths.num_blocks() + self.num_group_blocks
+        let of_paths = if self.has_blocks { self.paths.num_blocks() } else { 0 };
+        of_paths + self.num_group_blocks
     }
 
     /// The number of what goes first of that which `may` go.
@@ -66,8 +72,9 @@ impl OfTenant {
 }
 
 /// All that is kept.
-#[derive(Default)]
 pub(super) struct KeptPrefixes {
+    /// Whether the paths of prefixes are of blocks.
+    has_blocks: bool,
     /// By position of the tenant.
     tenants: Vec<OfTenant>,
     /// By number: position of the tenant, and rank.
@@ -83,6 +90,20 @@ pub(super) struct KeptPrefixes {
 }
 
 impl KeptPrefixes {
+    /// Nothing, in a model whose first layer group keeps all its blocks, or does not.
+    pub(super) fn new(keeps_first: bool) -> Self {
+        Self {
+            has_blocks: keeps_first,
+            tenants: Vec::new(),
+            places: HashMap::default(),
+            sessions: HashMap::default(),
+            deadlines: Deadlines::default(),
+            num_blocks: 0,
+            next: 0,
+            num_purges: 0,
+        }
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.places.is_empty()
     }
@@ -143,7 +164,7 @@ impl KeptPrefixes {
     pub(super) fn keep(&mut self, mut kept: Kept) {
         let tenant = kept.owner.index;
         if self.tenants.len() <= tenant {
-            self.tenants.resize_with(tenant + 1, OfTenant::default);
+            self.tenants.resize_with(tenant + 1, || OfTenant::new(self.has_blocks));
         }
         match kept.session {
             Some(session) => self.release_session(session),

@@ -61,6 +61,10 @@ pub(super) struct Paths {
 }
 
 impl Paths {
+    pub(super) const fn new() -> Self {
+        Self { paths: BTreeSet::new(), num_blocks: 0 }
+    }
+
     /// Blocks of all of them.
     pub(super) const fn num_blocks(&self) -> u64 {
         self.num_blocks

@@ -11,6 +11,10 @@ use crate::{Error, Result};
 /// Most layer groups: more than any model has, and few enough that a step's work per sequence is bounded.
 pub(super) const MAX_GROUPS: usize = 64;
 
+/// Most homes that the index keeps for each block. Homes are small beside blocks; this bounds them for windows that are
+/// tiny beside the model's length.
+const MAX_HOMES_PER_BLOCK: u32 = 16;
+
 /// What is wrong with a model's groups, in words.
 pub(super) fn problem(groups: &[Span]) -> Option<String> {
     if groups.is_empty() || groups.len() > MAX_GROUPS {
@@ -32,22 +36,24 @@ impl SchedulerConfig {
         *self.layer_groups != [Span::Full]
     }
 
-    /// Refuses an index if the first group lets go of blocks: the index finds prefixes by the first group's blocks, whose
-    /// rows have the tokens, so each of them stays for as long as what follows it.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if the first group does not see all.
-    pub(super) fn check_reuse(&self) -> Result<()> {
-        match self.layer_groups[0] {
-            Span::Full => Ok(()),
-            other => Err(Error::invalid(format!(
-                "layer_groups[0] is {} over {} tokens, with an index: prefixes are found by the first group's blocks, \
-                 none of which may be let go. Put a full group first; a model that has none keeps all of one group's \
-                 blocks if that group is declared full",
-                other.name(),
-                other.window().unwrap_or(0)
-            ))),
-        }
+    /// Whether the first group keeps all its blocks: those are in [`Sequence::blocks`](super::sequence::Sequence), and the
+    /// index finds prefixes by them. Else it finds them by homes, and the first group is one like the others.
+    pub(super) fn keeps_first(&self) -> bool {
+        self.layer_groups[0] == Span::Full
+    }
+
+    /// The groups whose blocks are in [`LayerBlocks::rest`](super::group_blocks::LayerBlocks).
+    pub(super) fn rest_groups(&self) -> &[Span] {
+        &self.layer_groups[usize::from(self.keeps_first())..]
+    }
+
+    /// Homes that the index keeps for each block, if it needs any: so many that the blocks of the longest sequence's
+    /// windows have the whole path to them.
+    pub(super) fn homes_per_block(&self) -> Option<u32> {
+        let columns = self.blocks_for(self.max_model_tokens);
+        let blocks: u32 =
+            self.layer_groups.iter().map(|&span| self.peak_blocks(span, self.max_model_tokens, 1)).sum();
+        (!self.keeps_first()).then(|| columns.div_ceil(blocks.max(1)).clamp(1, MAX_HOMES_PER_BLOCK))
     }
 
     /// Refuses what shares blocks between running sequences.

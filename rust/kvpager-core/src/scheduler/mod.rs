@@ -225,11 +225,10 @@ impl Scheduler {
                 index.config().block_size
             )));
         }
-        if let Some(index) = &index {
-            config.check_reuse()?;
-            if config.is_grouped() {
-                index.attach_groups(&config.layer_groups[1..])?;
-            }
+        if let Some(index) = &index
+            && config.is_grouped()
+        {
+            index.attach_groups(config.rest_groups(), config.homes_per_block())?;
         }
         let core = Core::new(Arc::clone(&pool), index.clone(), config.clone())?;
         Ok(Self {

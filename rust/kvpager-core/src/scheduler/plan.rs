@@ -309,13 +309,19 @@ impl Core {
     fn write_groups(&mut self, arrays: &mut BatchArrays, rows: &[PlannedRow]) {
         let block_size = self.config.block_size;
         arrays.groups.resize_with(self.group_tables.len(), GroupArrays::default);
+        if !self.config.keeps_first() {
+            // What was written there means nothing.
+            arrays.slot_mapping.clear();
+        }
         for row in rows {
             let sequence = &self.running[row.position as usize];
             let Some(layers) = &sequence.layers else { continue };
             let end = sequence.frontier();
-            for (group, blocks) in arrays.groups.iter_mut().zip(&layers.rest) {
+            let first = (!layers.keeps_first).then_some(&mut arrays.slot_mapping);
+            let others = arrays.groups.iter_mut().map(|group| &mut group.slot_mapping);
+            for (slots, blocks) in first.into_iter().chain(others).zip(&layers.rest) {
                 let block_of = |logical: usize| blocks.block(logical as u32).id().0;
-                push_slots(&mut group.slot_mapping, end - row.num_tokens..end, block_size, block_of);
+                push_slots(slots, end - row.num_tokens..end, block_size, block_of);
             }
         }
         for (group, tables) in arrays.groups.iter_mut().zip(&mut self.group_tables) {

@@ -307,12 +307,20 @@ pub(super) fn find(
     let chain = scopes.chain(index, &request.tenant.name, request.salt.as_deref())?;
     let keys = request.keys(index, 0, tokens)?;
     let own = || if request.salt.is_some() { index.chain(&[chain.last()]) } else { Ok(scopes.own.clone()) };
-    if reach == Reach::Own {
-        return index.match_chain_whole(&own()?, &keys, blocks).map(Some);
-    }
-    match index.match_chain_whole(&chain, &keys, blocks) {
-        Err(Error::OverQuota { account, .. }) if account != request.tenant.account => {
-            index.match_chain_whole(&own()?, &keys, blocks).map(Some)
+    let found = if reach == Reach::Own {
+        index.find_chain(&own()?, &keys, blocks)
+    } else {
+        match index.find_chain(&chain, &keys, blocks) {
+            Err(Error::OverQuota { account, .. }) if account != request.tenant.account => {
+                index.find_chain(&own()?, &keys, blocks)
+            }
+            found => found,
+        }
+    };
+    match found {
+        // Homes are short, not blocks: nothing that the request could wait for.
+        Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. }) if index.has_homes() => {
+            index.find_chain(&own()?, &[], blocks).map(Some)
         }
         found => found.map(Some),
     }
@@ -334,7 +342,7 @@ impl Core {
         // In a model of one group what is found can be used; else it takes a look at what the others have.
         let num_found = if self.config.is_grouped() {
             let looked = look_up_groups(Some(index), &waiting.request, Reach::All, &self.config, &mut found);
-            looked.map_or(0, |_| found.len() as u32)
+            looked.map_or(0, |_| self.num_spared(found.len()) as u32)
         } else {
             index.peek_prefix(scopes.own.last(), &waiting.request.prompt)? as u32 / self.config.block_size
         };

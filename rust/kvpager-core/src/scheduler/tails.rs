@@ -5,7 +5,7 @@
 //! which blocks a column has need not be remembered.
 
 use super::core::Core;
-use super::group_blocks::{GroupBlock, LayerBlocks};
+use super::group_blocks::{GroupBlock, LayerBlocks, NO_BLOCK, rest_tables};
 use super::sequence::Sequence;
 use crate::ids::BlockHandle;
 use std::ops::Range;
@@ -48,8 +48,8 @@ impl Sequence {
     /// The first column of each group that it has not let go.
     fn firsts(&self) -> impl Iterator<Item = u32> {
         let layers = self.layers.as_deref();
-        let rest = layers.into_iter().flat_map(|layers| layers.rest.iter().map(|group| group.first));
-        std::iter::once(layers.map_or(0, |layers| layers.first)).chain(rest)
+        let only = layers.is_none().then_some(0);
+        only.into_iter().chain(layers.into_iter().flat_map(LayerBlocks::firsts))
     }
 
     /// Takes the blocks from a column on, column by column, and what its groups keep to be written next.
@@ -63,7 +63,9 @@ impl Sequence {
         let mut tail: Vec<_> = self.blocks.drain(from..).enumerate().map(first_group).collect();
         self.num_indexed = self.num_indexed.min(from as u32);
         let Some(layers) = &mut self.layers else { return (tail, Vec::new()) };
-        tail.retain(|block| block.column >= layers.first as usize);
+        if !layers.keeps_first {
+            tail.clear();
+        }
         for group in &mut layers.rest {
             let kept = from.saturating_sub(group.first as usize).min(group.blocks.len());
             let start = group.first as usize + kept;
@@ -82,9 +84,7 @@ impl Sequence {
                 self.blocks.extend(blocks.next());
                 continue;
             };
-            // What the first group has let go means nothing; its place is kept.
-            let has_left = column < layers.first as usize;
-            self.blocks.extend(if has_left { Some(BlockHandle::from_bits(0)) } else { blocks.next() });
+            self.blocks.extend(if layers.keeps_first { blocks.next() } else { Some(NO_BLOCK) });
             for group in layers.rest.iter_mut().filter(|group| column >= group.first as usize) {
                 group.blocks.extend(blocks.next().map(GroupBlock::own));
             }
@@ -115,10 +115,10 @@ impl Core {
     pub(super) fn begin_again(&mut self, sequence: &mut Sequence, row: u32) {
         sequence.row = row;
         sequence.put_tail(&self.scratch, self.columns_written(sequence));
-        let first = sequence.layers.as_ref().map_or(0, |layers| layers.first);
-        self.tables.begin_at(row, first);
-        for block in &sequence.blocks[first as usize..] {
-            self.tables.append(row, block.id());
+        if sequence.layers.as_ref().is_none_or(|layers| layers.keeps_first) {
+            for block in &sequence.blocks {
+                self.tables.append(row, block.id());
+            }
         }
         self.write_rows(sequence.layers.as_deref(), row);
     }
@@ -126,7 +126,8 @@ impl Core {
     /// Writes the blocks of further groups into their tables.
     pub(super) fn write_rows(&mut self, layers: Option<&LayerBlocks>, row: u32) {
         let Some(layers) = layers else { return };
-        for (group, tables) in layers.rest.iter().zip(&mut self.group_tables) {
+        let tables = rest_tables(&mut self.tables, &mut self.group_tables, layers.keeps_first);
+        for (group, tables) in layers.rest.iter().zip(tables) {
             tables.begin_at(row, group.first);
             group.blocks.iter().for_each(|block| tables.append(row, block.block.id()));
         }

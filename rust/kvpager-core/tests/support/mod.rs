@@ -20,7 +20,7 @@ use kvpager_core::scheduler::{
 use kvpager_core::{Error, Result, SequenceId};
 use proptest::prelude::*;
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// No host tier, one that is soon full, one with room; deadlines from "at once" to "never".
 pub fn host_tier() -> impl Strategy<Value = (Overflow, HostTierConfig)> {
@@ -149,6 +149,8 @@ pub struct Engine {
     block_size: usize,
     /// Tokens computed of each sequence, for models in which no group keeps all.
     histories: HashMap<u64, Vec<u32>>,
+    /// Of each sequence that was submitted here: in such models, what a match skips is in no slot.
+    prompts: Mutex<HashMap<u64, Vec<u32>>>,
     /// What the last step read of the tables: see `Flight::seen`.
     seen: Vec<(usize, usize, usize, i32)>,
     /// What the last step sampled, by its `sample_rows`.
@@ -194,6 +196,7 @@ impl Engine {
             outputs: HashMap::new(),
             block_size,
             histories: HashMap::new(),
+            prompts: Mutex::default(),
             seen: Vec::new(),
             last_samples: Vec::new(),
             grown: Vec::new(),
@@ -211,7 +214,14 @@ impl Engine {
     }
 
     pub fn submit(&self, tenant: &Arc<Tenant>, prompt: &[u32], max_tokens: u32) -> Result<SequenceId> {
-        self.scheduler.submit(request(tenant, prompt, max_tokens))
+        self.submit_request(request(tenant, prompt, max_tokens))
+    }
+
+    pub fn submit_request(&self, request: Request) -> Result<SequenceId> {
+        let prompt = request.prompt.clone();
+        let id = self.scheduler.submit(request)?;
+        self.prompts.lock().unwrap().insert(id.0, prompt);
+        Ok(id)
     }
 
     /// The "forward pass": checks every slot that a query sees, writes the new ones, samples.
@@ -302,7 +312,11 @@ impl Engine {
     fn history(&mut self, id: u64, first: usize, span: Span, slot_of: impl Fn(usize) -> usize) -> Vec<u32> {
         if span != Span::Full {
             let history = self.histories.entry(id).or_default();
-            assert!(history.len() >= first, "sequence {id} skips from {} to {first}", history.len());
+            if history.len() < first {
+                let output = self.outputs.get(&SequenceId(id)).map_or(&[][..], Vec::as_slice);
+                let known = [&self.prompts.lock().unwrap()[&id][..], output].concat();
+                history.extend_from_slice(&known[history.len()..first]);
+            }
             history.truncate(first);
             return history.clone();
         }

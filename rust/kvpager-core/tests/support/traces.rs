@@ -8,6 +8,7 @@
 use super::support::{Engine, config, request};
 use kvpager_core::SequenceId;
 use kvpager_core::block_pool::AccountStats;
+use kvpager_core::geometry::Span;
 use kvpager_core::prefix_index::Isolation;
 use kvpager_core::scheduler::{
     AdmissionPolicy, Batch, Deadline, ForecastConfig, HostTierConfig, Overflow, QueueLimits, Retention,
@@ -128,7 +129,7 @@ impl Client {
                 let mut request = request(&self.tenant, &prompt, max_tokens);
                 (request.n, request.priority, request.retention) = (n, priority, retention);
                 request.deadline = Deadline { steps: deadline, seconds: None };
-                let answer = engine.scheduler.submit(request);
+                let answer = engine.submit_request(request);
                 self.requests.extend(answer.as_ref().ok());
                 self.sequences.extend(answer.iter().flat_map(|id| id.0..id.0 + u64::from(n)));
                 format!("{answer:?}")
@@ -317,6 +318,17 @@ pub fn policy() -> impl Strategy<Value = AdmissionPolicy> {
         AdmissionPolicy::Forecast(ForecastConfig { free_share: 0.0, deviations: 0.0, growth_spread: 0.0 }),
         AdmissionPolicy::Forecast(ForecastConfig::default()),
     ])
+}
+
+/// Mostly one full group; else windows with one, or windows alone.
+pub fn groups() -> impl Strategy<Value = Box<[Span]>> {
+    prop_oneof![
+        2 => Just(vec![Span::Full]),
+        1 => Just(vec![Span::Full, Span::Sliding(6)]),
+        1 => Just(vec![Span::Sliding(7)]),
+        1 => Just(vec![Span::Chunked(8), Span::Sliding(5)]),
+    ]
+    .prop_map(Vec::into_boxed_slice)
 }
 
 pub fn setting(policy: AdmissionPolicy, host_blocks: u32, chunk: u32, open: u32) -> SchedulerConfig {

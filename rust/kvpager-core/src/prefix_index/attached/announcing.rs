@@ -34,7 +34,7 @@ impl PrefixIndex {
         let namespace = self.namespaces.get(id).ok()?;
         let tree = namespace.read_tree();
         let digest = events.known(namespace, first)?;
-        let group = group as u32 + 1;
+        let group = group as u32 + u32::from(!self.has_homes());
         Some((tree, Name { namespace: id, num_purges: num_purges(namespace), digest, group }))
     }
 

@@ -37,9 +37,11 @@ impl PrefixIndex {
         fence.is_none_or(|epoch| self.pool.epoch_closed(epoch))
     }
 
-    /// The first group's blocks go: what is attached to them goes with them, or when its last user leaves it.
-    pub(in crate::prefix_index) fn evict_homes(&self, blocks: &[BlockHandle]) {
-        let Some(attached) = self.attached.get() else { return };
+    /// The first group's blocks, or homes, go: what is attached to them goes with them, or when its last user leaves it.
+    /// Returns how many attached blocks went.
+    pub(in crate::prefix_index) fn evict_homes(&self, blocks: &[BlockHandle]) -> usize {
+        let Some(attached) = self.attached.get() else { return 0 };
+        let mut total = 0;
         for piece in blocks.chunks(attached.piece()) {
             let mut state = attached.state();
             for (&first, group) in
@@ -52,8 +54,10 @@ impl PrefixIndex {
                 entry.home = NONE;
                 if !entry.is_used() && self.is_closed(entry.fence) {
                     state.evict(id);
+                    total += 1;
                 }
             }
         }
+        total
     }
 }

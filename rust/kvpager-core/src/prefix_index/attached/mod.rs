@@ -1,4 +1,5 @@
-//! Blocks of the layer groups after the first: each is attached to the first group's block of the same positions.
+//! Blocks of the layer groups after the first: each is attached to the first group's block of the same positions. In a
+//! model in which no group sees all tokens, those of every group, attached to *homes* ([`super::homes`]).
 //!
 //! The tree has the first group's blocks, which sees all tokens. A group that sees a window has a block there or not:
 //! where it was let go is a *tombstone*. A prefix can be used as far as every group has the blocks that its next query
@@ -45,7 +46,7 @@ pub(super) struct Attached {
 
 pub(super) struct State {
     pool: Arc<BlockPool>,
-    /// By (first group's block id, group): the id of the block attached there.
+    /// By (first group's block id or home, group): the id of the block attached there.
     homes: Box<[u32]>,
     /// By block id.
     entries: Box<[Entry]>,
@@ -174,12 +175,18 @@ impl State {
 }
 
 impl PrefixIndex {
-    /// Says which layer groups there are after the first, which sees all tokens. Once, or again with the same.
+    /// Says which layer groups there are after the first, which sees all tokens; or all of them, if the tree is to have
+    /// so many homes for each block. Once, or again with the same.
     ///
     /// # Errors
-    /// `WrongState` if there are others already.
-    pub(crate) fn attach_groups(&self, groups: &[Span]) -> Result<()> {
+    /// `WrongState` if there are others already, or if the index keeps blocks and is to have homes; else those of
+    /// [`super::token_arena::TokenArena::new`].
+    pub(crate) fn attach_groups(&self, groups: &[Span], homes_per_block: Option<u32>) -> Result<()> {
+        if let (None, Some(per_block)) = (self.attached.get(), homes_per_block) {
+            self.keep_homes(per_block, groups.len())?;
+        }
         let num_blocks = self.pool.num_blocks() as usize;
+        let num_homes = self.tree_pool().num_blocks() as usize;
         let none = Entry {
             block: BlockHandle::from_bits(0),
             account: AccountId(0),
@@ -198,21 +205,26 @@ impl PrefixIndex {
             block_size: self.config.block_size as usize,
             state: Mutex::new(State {
                 pool: Arc::clone(&self.pool),
-                homes: vec![NONE; num_blocks * groups.len()].into(),
+                homes: vec![NONE; num_homes * groups.len()].into(),
                 entries: vec![none; num_blocks].into(),
                 lists: Vec::new(),
                 shares: Vec::new(),
                 names: vec![None; if self.events().is_some() { num_blocks } else { 0 }].into(),
             }),
         });
-        if *attached.groups != *groups {
+        if *attached.groups != *groups || self.has_homes() != homes_per_block.is_some() {
             return Err(Error::WrongState(format!(
-                "the index keeps {} layer groups besides the first, other ones than these {}",
+                "the index keeps {} layer groups besides what finds prefixes, other ones than these {}",
                 attached.groups.len(),
                 groups.len()
             )));
         }
         Ok(())
+    }
+
+    /// Most attached blocks that go with a block of the tree.
+    pub(super) fn num_attached_groups(&self) -> usize {
+        self.attached.get().map_or(0, |attached| attached.groups.len())
     }
 
     /// The lock of all attached blocks, if there are groups.
@@ -312,7 +324,7 @@ mod tests {
         let pool = BlockPool::new(PoolConfig { num_blocks: 4, ..PoolConfig::default() }).unwrap();
         let config = IndexConfig { block_size: 1, eviction: EvictionPolicy::Lru };
         let index = PrefixIndex::new(pool, config).unwrap();
-        index.attach_groups(&[Span::Sliding(8)]).unwrap();
+        index.attach_groups(&[Span::Sliding(8)], None).unwrap();
         let attached = index.attached.get().unwrap();
         let long = vec![BlockHandle::from_bits(0); 1 << 23];
         let times_beside = || {

@@ -69,8 +69,8 @@ impl State {
 }
 
 impl PrefixIndex {
-    /// Uses what every other group needs after a path of the first group's blocks; `use_block` gets them in order. False,
-    /// and nothing is used, if something is not there any more.
+    /// Uses what every other group needs, from block `start` on, after a path of the first group's blocks; `use_block` gets
+    /// them in order. False, and nothing is used, if something is not there any more.
     ///
     /// # Errors
     /// `OutOfBlocks` or `OverQuota` if another account has no room for what it has; `InvalidArgument` if less is
@@ -78,11 +78,12 @@ impl PrefixIndex {
     pub(crate) fn use_attached(
         &self,
         blocks: &[BlockHandle],
+        start: usize,
         promise: &mut Reservation,
         use_block: impl FnMut(UsedBlock),
     ) -> Result<bool> {
         let Some(attached) = self.attached.get() else { return Ok(true) };
-        let needed = |group| attached.first_needed(group, blocks.len())..blocks.len();
+        let needed = |group| start.max(attached.first_needed(group, blocks.len()))..blocks.len();
         let all = (0..attached.groups.len()).flat_map(|group| needed(group).map(move |l| (group, l)));
         let all: Vec<(usize, usize)> = all.collect();
         let mut used = Vec::with_capacity(all.len());
