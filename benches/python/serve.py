@@ -104,7 +104,8 @@ CLIENT = """
 import asyncio, json, sys, time
 async def one(port, body):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\\r\\nHost: a\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n"
+    head = "POST /v1/completions HTTP/1.1\\r\\nHost: a\\r\\nContent-Type: application/json\\r\\n"
+    head += f"Content-Length: {len(body)}\\r\\n\\r\\n"
     writer.write(head.encode() + body)
     chunks, tail = 0, b""
     while not tail.endswith(b"0\\r\\n\\r\\n"):

@@ -20,15 +20,20 @@ def _end_or_raise(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Runs the command line; Ctrl-C while its modules load ends it without a traceback."""
+    """Runs the command line; Ctrl-C ends it without a traceback, from the moment on that it is heard."""
     # A parent that ignores Ctrl-C for its background jobs means it.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end_or_raise)
+    is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
+        if is_heard:
+            signal.signal(signal.SIGINT, _end_or_raise)
         from kvpager.cli import main as run
+
+        run()
     except KeyboardInterrupt:
         sys.exit(130)
-    run()
+    finally:
+        if is_heard:  # while the interpreter ends there is nobody to catch an exception
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 if __name__ == "__main__":
