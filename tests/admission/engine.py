@@ -22,6 +22,15 @@ def commit_samples(scheduler: Scheduler, batch: kvpager.Batch, token: int = 5) -
     return scheduler.commit(batch.step_id, token_start, np.full(token_start[-1], token, np.int32))
 
 
+def finish(scheduler: Scheduler) -> dict[int, tuple[str, int]]:
+    """Runs everything to its end; returns why each request ended and how many tokens it found."""
+    ended = []
+    while scheduler.has_work():
+        batch = scheduler.step()
+        ended += [*batch.finished, *commit_samples(scheduler, batch).finished]
+    return {request.request_id: (request.reason, request.cached_tokens) for request in ended}
+
+
 def token_after(history: tuple[int, ...], branch: int = 0) -> int:
     """The token that the "model" samples after a history."""
     return (hash((history, branch)) >> 7) % 40

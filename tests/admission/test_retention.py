@@ -8,15 +8,7 @@ import pytest
 
 from kvpager import BlockPool, Retention, Scheduler, errors
 
-from .engine import commit_samples, make
-
-
-def finish(scheduler: Scheduler) -> dict[int, tuple[str, int]]:
-    ended = []
-    while scheduler.has_work():
-        batch = scheduler.step()
-        ended += [*batch.finished, *commit_samples(scheduler, batch).finished]
-    return {request.request_id: (request.reason, request.cached_tokens) for request in ended}
+from .engine import commit_samples, finish, make
 
 
 def test_a_retention_says_what_it_was_given() -> None:

@@ -6,15 +6,7 @@ import pytest
 
 from kvpager import BlockPool, Scheduler, Session, errors
 
-from .engine import commit_samples, make
-
-
-def finish(scheduler: Scheduler) -> dict[int, tuple[str, int]]:
-    ended = []
-    while scheduler.has_work():
-        batch = scheduler.step()
-        ended += [*batch.finished, *commit_samples(scheduler, batch).finished]
-    return {request.request_id: (request.reason, request.cached_tokens) for request in ended}
+from .engine import commit_samples, finish, make
 
 
 def test_turns_of_a_session_find_their_blocks_and_the_session_lets_go() -> None:

@@ -8,7 +8,6 @@ of the scheduler follows.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -21,12 +20,11 @@ from kvpager.engine.counters import EngineSnapshot, TenantCounters
 from kvpager.engine.delivery import Delivery
 from kvpager.engine.generation import Generation, Listener
 from kvpager.engine.kinds import check, check_members, instance
-from kvpager.engine.model_runner import ModelRunner, RunnerLostError
-from kvpager.engine.open_steps import ModelThread, OpenStep
+from kvpager.engine.model_runner import ModelRunner
 from kvpager.engine.output import GenerationOutput, OutputReader
 from kvpager.engine.registry import DEFAULT_TENANT, Registry
+from kvpager.engine.stepping import Stepping
 from kvpager.engine.text import TextTokenizer
-from kvpager.errors import describe
 
 __all__ = ["DEFAULT_TENANT", "Engine"]
 
@@ -108,10 +106,7 @@ class Engine:
         )
         self._registry = Registry(self.scheduler, runner, config, tokenizer, fingerprint)
         self._delivery = Delivery(self.scheduler, self._registry, max_unread=config.max_buffered_tokens)
-        self._failures_in_a_row = 0
-        self._failed_steps = 0
-        self._open: deque[OpenStep] = deque()
-        self._model_thread = ModelThread(runner) if config.max_open_steps > 1 else None
+        self._stepping = Stepping(self.scheduler, runner, config, self._registry, self._delivery)
         self.on_input: Callable[[], object] = lambda: None
 
     # --- any thread -------------------------------------------------------------------------------------
@@ -232,7 +227,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether anything waits or runs, or an end has not been delivered yet."""
-        return bool(self._open) or self._can_plan()
+        return self._stepping.has_work()
 
     def submit(
         self,
@@ -301,7 +296,7 @@ class Engine:
             scheduler=counts.scheduler,
             accounts=counts.accounts,
             tenants=self._registry.counters,
-            failed_steps=self._failed_steps,
+            failed_steps=self._stepping.num_failed,
             is_exact=counts.is_exact,
         )
 
@@ -343,29 +338,7 @@ class Engine:
             BaseException: what is no `Exception` (an interrupt) goes on to the caller, after the open steps
                 were given up; their sequences continue in a later step.
         """
-        ended = self._plan_ahead()
-        step = self._open[0]
-        try:
-            step.is_done.wait()
-            if step.error is not None and not isinstance(step.error, Exception):
-                raise step.error
-        except BaseException:
-            self._give_up("interrupted")
-            raise
-        if step.error is not None:
-            self._step_failed(step.error)
-            return True
-        self._failures_in_a_row = 0
-        self._open.popleft()
-        for generation in step.broken:
-            self._delivery.fail(generation, "the model gave logits that are not finite")
-        with self._registry.turn:
-            outcome = self.scheduler.commit(step.batch.step_id, step.token_start, step.tokens)
-        self._delivery.deliver(step.sampled, step.tokens.tolist())
-        for search in step.searches:
-            self._delivery.advance(search, step.beam_steps.get(search))
-        self._delivery.close(outcome.finished)
-        return ended or bool(outcome.finished) or not step.is_empty
+        return self._stepping.step()
 
     def run(self) -> None:
         """Steps until every request has ended."""
@@ -414,95 +387,8 @@ class Engine:
         """Ends every request and gives all blocks back, kept ones too. Idempotent; in the engine's thread."""
         if self.state in ("running", "draining"):
             self._registry.leave("stopped")
-        self._end_all()
-        self._stop_model_thread()
-
-    # --- parts of the above -----------------------------------------------------------------------------
-
-    def _plan_ahead(self) -> bool:
-        """Plans steps until as many are open as may be; returns whether requests ended meanwhile.
-
-        Beams are re-ordered between steps, so nothing is planned ahead while there are any.
-        """
-        ended = False
-        while not self._open or (
-            len(self._open) < self.config.max_open_steps
-            and not self._registry.num_searches
-            and not self._open[-1].is_empty
-            and self._can_plan()
-        ):
-            with self._registry.turn:
-                batch = self.scheduler.step()
-            generations = [self._registry.find(request_id) for request_id in batch.sequence_ids.tolist()]
-            self._delivery.note_started(batch, generations)
-            previous = self._open[-1] if self._open else None
-            step = OpenStep(batch, generations)
-            self._open.append(step)
-            if self._model_thread is None:
-                step.compute(self.runner, previous)
-            else:
-                self._model_thread.start(step, previous)
-            self._delivery.close(batch.finished)
-            ended = ended or bool(batch.finished)
-        return ended
-
-    def _can_plan(self) -> bool:
-        with self._registry.turn:
-            return self.scheduler.has_work()
-
-    def _give_up(self, reason: str, *, fail: bool = False) -> None:
-        """Abandons every open step once the model is through with them."""
-        for step in self._open:
-            step.is_done.wait()
-        if self._open:
-            with self._registry.turn:
-                outcome = self.scheduler.abandon(self._open[0].batch.step_id, reason, fail=fail)
-            steps = list(self._open)
-            self._open.clear()
-            self._delivery.close(outcome.finished)
-            for generation in {one for step in steps for one in step.sampled}:
-                generation.num_sampled = len(generation.token_ids)
-
-    def _step_failed(self, error: Exception) -> None:
-        self._failures_in_a_row += 1
-        self._failed_steps += 1
-        text = f"the model failed: {describe(error)}"
-        reason = f"{text} ({self._failures_in_a_row} steps in a row)"
-        is_over = isinstance(error, RunnerLostError) or self._failures_in_a_row >= self.config.max_failures
-        if is_over:  # before anybody is told: who then asks finds the engine failed
-            self._registry.leave("failed", reason)
-        self._give_up(text, fail=True)
-        if is_over:
-            self.fail(reason)
+        self._stepping.close()
 
     def fail(self, reason: str) -> None:
         """Ends the engine: everything in flight ends with the reason, nothing more is accepted."""
-        self._registry.leave("failed", reason)
-        for generation in list(self._registry.live.values()):
-            if not generation.has_ended:
-                generation.error = generation.error or reason
-        try:
-            self._end_all()
-        finally:  # should a part be unusable, its consumers must not wait for ever
-            for generation in self._registry.live.values():
-                generation.has_ended = True
-                if generation.listener is not None:
-                    generation.listener.notify(generation)
-            self._registry.live.clear()
-            self._stop_model_thread()
-
-    def _stop_model_thread(self) -> None:
-        if self._model_thread is not None:
-            self._model_thread.close()
-            self._model_thread = None
-
-    def _end_all(self) -> None:
-        self._give_up("the engine ended")
-        self.scheduler.drain()  # what is kept goes
-        for generation in list(self._registry.live.values()):
-            self.abort(generation)
-        while self.has_work():
-            with self._registry.turn:
-                batch = self.scheduler.step()
-                outcome = self.scheduler.abandon(batch.step_id, "the engine ended")
-            self._delivery.close([*batch.finished, *outcome.finished])
+        self._stepping.fail(reason)
