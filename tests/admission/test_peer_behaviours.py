@@ -27,13 +27,79 @@ def test_every_behaviour_has_a_test_or_a_sentence(repository: Path) -> None:
 
 
 def test_every_test_that_the_map_names_exists(repository: Path) -> None:
-    sources = [*(repository / "tests").rglob("*.py"), *(repository / "rust").rglob("*.rs")]
+    python, rust = (repository / "tests").rglob("*.py"), (repository / "rust").rglob("*.rs")
+    is_test = re.compile(r"^def (test_\w+)\(|#\[test\]\n(?: *#\[.*\]\n)* *fn (\w+)\(", re.MULTILINE)
     names = {
-        name for path in sources for name in re.findall(r"(?:def|fn) ([a-z_0-9]{20,})\(", path.read_text())
+        name for path in [*python, *rust] for found in is_test.findall(path.read_text()) for name in found
     }
     named = {name for text in rows(repository).values() for name in re.findall(r"`([a-z_0-9]{25,})`", text)}
     assert len(named) > 30
     assert sorted(named - names) == []
+
+
+def test_free_blocks_are_taken_before_anything_cached_goes() -> None:
+    pool, scheduler = make(num_blocks=8)
+    tenant = scheduler.add_tenant("alice")
+    cached = []
+    for start, length in ((0, 17), (100, 13), (200, 8)):
+        scheduler.submit(tenant, range(start, start + length), max_tokens=1)
+        commit_samples(scheduler, scheduler.step())
+        cached.append(pool.stats().cached)
+    # 4 full blocks and a tail; 3 more and a tail, in the 4 that were free; 2 more with 1 free.
+    assert cached == [4, 7, 8]
+
+
+def test_a_hit_takes_the_room_of_the_blocks_that_it_pins() -> None:
+    pool, scheduler = make(num_blocks=8)
+    tenant = scheduler.add_tenant("alice")
+    scheduler.submit(tenant, range(16), max_tokens=1)
+    commit_samples(scheduler, scheduler.step())
+    assert pool.stats().cached == 4
+    running = scheduler.submit(tenant, range(100, 112), max_tokens=4)
+    commit_samples(scheduler, scheduler.step())
+    # 4 blocks are left, those of the hit, and it needs one more.
+    hit = scheduler.submit(tenant, range(20), max_tokens=1)
+    ended = []
+    while not ended:
+        batch = scheduler.step()
+        assert batch.sequence_ids.tolist() == [running]
+        ended += commit_samples(scheduler, batch).finished
+    (last,) = commit_samples(scheduler, scheduler.step()).finished
+    assert (last.request_id, last.cached_tokens) == (hit, 16)
+
+
+def test_a_block_that_is_used_again_is_not_found_by_its_old_content() -> None:
+    pool, scheduler = make(num_blocks=4)
+    tenant = scheduler.add_tenant("alice")
+    ended = []
+    for prompt in (range(13), range(13), range(100, 116), range(13)):
+        scheduler.submit(tenant, prompt, max_tokens=1)
+        ended += commit_samples(scheduler, scheduler.step()).finished
+    assert [request.cached_tokens for request in ended] == [0, 12, 0, 0]
+    pool.check_invariants()
+
+
+def test_who_was_preempted_has_all_its_tokens_and_hits_its_own_blocks() -> None:
+    _, scheduler = make(num_blocks=8, policy="watermark")
+    tenant = scheduler.add_tenant("alice")
+    for start in (0, 100):
+        scheduler.submit(tenant, range(start, start + 8), max_tokens=12)
+    ended = []
+    while scheduler.has_work():
+        ended += commit_samples(scheduler, scheduler.step()).finished
+    assert [(request.preemptions, request.output_tokens) for request in ended] == [(0, 12), (1, 12)]
+    # It had computed 16 tokens; the first one needed one of its four blocks.
+    assert scheduler.stats().recomputed_tokens == 4
+
+
+def test_what_is_written_under_a_salt_is_not_found_without_it() -> None:
+    _, scheduler = make()
+    tenant = scheduler.add_tenant("alice")
+    ended = []
+    for salt in (b"x", None, b"y", b"x", None):
+        scheduler.submit(tenant, range(13), max_tokens=1, salt=salt)
+        ended += commit_samples(scheduler, scheduler.step()).finished
+    assert [request.cached_tokens for request in ended] == [0, 0, 0, 12, 12]
 
 
 def test_requests_enter_in_order_and_batches_keep_it() -> None:

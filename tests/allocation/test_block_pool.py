@@ -30,6 +30,32 @@ def test_no_block_is_handed_out_twice() -> None:
     pool.check_invariants()
 
 
+def test_more_than_is_free_takes_nothing_and_an_empty_pool_gives_nothing() -> None:
+    pool = BlockPool(8)
+    account = pool.add_account()
+    pool.allocate(account, 6)
+    for asked in (3, 1):
+        before = snapshot(pool)
+        free = pool.stats().free
+        with pytest.raises(errors.OverQuotaError) as error:
+            pool.allocate(account, asked)
+        assert (error.value.needed, error.value.available) == (asked, free)
+        assert snapshot(pool) == before
+        pool.allocate(account, free)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 70])
+def test_a_batch_takes_what_single_takes_would_and_gives_it_back(count: int) -> None:
+    batch, single = BlockPool(100), BlockPool(100)
+    taken = batch.allocate(batch.add_account(), count)
+    account = single.add_account()
+    one_by_one = [int(single.allocate(account, 1)[0]) for _ in range(count)]
+    assert taken.tolist() == one_by_one
+    assert snapshot(batch) == snapshot(single)
+    batch.release(taken)
+    assert batch.stats().free == 100
+
+
 def test_a_callers_buffer_is_filled_in_place() -> None:
     pool = BlockPool(8192 + 16)
     account = pool.add_account()

@@ -116,6 +116,28 @@ def test_events_carry_tokens_and_chain_from_parent_to_child() -> None:
     assert batch.parents[1].tobytes() == batch.digests[1].tobytes()
 
 
+def test_what_makes_room_is_told_before_what_takes_its_place() -> None:
+    index, (alice, _) = make(num_blocks=4)
+    index.insert_prefix(alice, whole(1, 2, 3, 4))[0].release()
+    stored = set(rows(index.poll_events().digests))
+    index.insert_prefix(alice, whole(7, 8, 9))[0].release()
+    batch = index.poll_events()
+    assert batch.kinds.tolist() == sorted(batch.kinds.tolist(), reverse=True), "removed, then stored"
+    removed = batch.digest_start[1 + batch.kinds.tolist().index(0) - 1]
+    assert removed >= 3
+    assert set(rows(batch.digests)[:removed]) <= stored
+
+
+def test_reading_empties_the_queue_and_what_is_known_already_is_no_event() -> None:
+    index, (alice, _) = make()
+    index.insert_prefix(alice, whole(1, 2))[0].release()
+    assert len(index.poll_events()) == 1
+    assert len(index.poll_events()) == 0
+    index.insert_prefix(alice, whole(1, 2))[0].release()
+    index.insert_prefix(alice, whole(1))[0].release()
+    assert len(index.poll_events()) == 0
+
+
 def test_digests_tell_nothing_without_the_key_and_nothing_across_namespaces() -> None:
     streams = []
     for key in (KEY, KEY, bytes(32)):

@@ -4,10 +4,10 @@
 mod support;
 
 use kvpager_core::SequenceId;
-use kvpager_core::scheduler::{AdmissionPolicy, HostTierConfig, Overflow};
+use kvpager_core::scheduler::{AdmissionPolicy, FinishReason, HostTierConfig, Overflow, Request};
 use proptest::prelude::*;
 use std::collections::HashMap;
-use support::{CRASH_POINTS, Engine, config, expected_output, prompt, request};
+use support::{CRASH_POINTS, Engine, config, expected_output, expected_sample, prompt, request};
 
 /// A sequence's prompt, with the output that it had when it was forked, and what it may still output.
 type Expected = HashMap<SequenceId, (Vec<u32>, u32)>;
@@ -83,21 +83,29 @@ proptest! {
 
     #[test]
     fn kills_at_random_points_leave_every_promise_true(
+        policy in prop::sample::select(vec!["reserve", "watermark", "forecast"]),
         host_blocks in prop::sample::select(vec![0, 12, 40]),
-        rows in prop::collection::vec((1..14u32, 1..16u32), 1..10),
+        rows in prop::collection::vec((1..14u32, 1..16u32, 1..4u32), 1..10),
         turns in prop::collection::vec((0..CRASH_POINTS * 2, any::<bool>()), 1..40),
     ) {
         let mut settings = config(4);
-        settings.policy = AdmissionPolicy::Watermark { free_share: 0.0 };
+        settings.policy = match policy {
+            "watermark" => AdmissionPolicy::Watermark { free_share: 0.0 },
+            name => AdmissionPolicy::from_name(name).expect("a known policy"),
+        };
         settings.host_tier =
             HostTierConfig { num_blocks: host_blocks, max_token_gap: 1e-9, ..HostTierConfig::default() };
         let mut engine = Engine::new(10, settings, true);
-        let tenant = engine.tenant("a");
-        let mut expected = Expected::new();
-        for (i, &(length, max_tokens)) in rows.iter().enumerate() {
+        let tenants = [engine.tenant("a"), engine.tenant("b")];
+        let mut expected = Vec::new();
+        for (i, &(length, max_tokens, n)) in rows.iter().enumerate() {
             let prompt = prompt(i as u32 % 2, length);
-            let id = engine.scheduler.submit(request(&tenant, &prompt, max_tokens)).expect("fits");
-            expected.insert(id, (prompt, max_tokens));
+            let samples = Request { n, ..request(&tenants[i % 2], &prompt, max_tokens) };
+            // Some have more samples than the pool has room for.
+            let Ok(first) = engine.scheduler.submit(samples) else { continue };
+            for branch in 0..u64::from(n) {
+                expected.push((first, branch, expected_sample(&prompt, max_tokens, branch)));
+            }
         }
         for (point, fail) in turns {
             if point < CRASH_POINTS {
@@ -108,10 +116,13 @@ proptest! {
         }
         engine.finish(3000);
         engine.check_idle();
-        for (id, (prompt, max_tokens)) in expected {
-            let ended = &engine.finished[&id];
-            if ended.reason.name() == "length" {
-                prop_assert_eq!(&engine.outputs[&id], &expected_output(&prompt, max_tokens, &[]));
+        for (first, branch, output) in expected {
+            let id = SequenceId(first.0 + branch);
+            match engine.finished.get(&id).map(|ended| ended.reason) {
+                Some(FinishReason::Length) => prop_assert_eq!(&engine.outputs[&id], &output),
+                Some(_) => {}
+                // The request failed before it became several.
+                None => prop_assert_eq!(engine.finished[&first].reason, FinishReason::Error),
             }
         }
     }

@@ -32,15 +32,16 @@ proptest! {
         large in (20..40u32, 1..16u32),
         weights in (1..4u32, 1..4u32),
         num_blocks in 32..60u32,
-        overcommits in any::<bool>(),
+        policy in prop::sample::select(vec!["reserve", "watermark", "forecast"]),
     ) {
         let mut settings = config(4);
         settings.queue = kvpager_core::scheduler::QueueLimits::NONE;
         settings.max_bypass = 4;
         settings.max_bypass_steps = 8;
-        if overcommits {
-            settings.policy = AdmissionPolicy::Watermark { free_share: 0.0 };
-        }
+        settings.policy = match policy {
+            "watermark" => AdmissionPolicy::Watermark { free_share: 0.0 },
+            name => AdmissionPolicy::from_name(name).expect("a known policy"),
+        };
         let mut engine = Engine::new(num_blocks, settings.clone(), false);
         let tenants = [
             (weighted(&engine, "small", f64::from(weights.0)), small, f64::from(weights.0)),
@@ -110,6 +111,24 @@ fn a_tenant_of_large_requests_gets_its_turn_among_small_ones() {
         engine.turn();
     }
     assert!(ended > 20 && worst < 100, "{ended} ended, the slowest after {worst} steps");
+}
+
+#[test]
+fn drafts_are_service_also_those_that_were_wrong() {
+    let mut engine = Engine::new(64, config(4), false);
+    let tenants = [engine.tenant("plain"), engine.tenant("drafts")];
+    let ids = [0, 1].map(|i| engine.submit(&tenants[i], &prompt(i as u32, 5), 20).expect("fits"));
+    engine.turn();
+    let service = |engine: &Engine, i: usize| engine.scheduler.service(&tenants[i]).expect("one thread");
+    let before = [0, 1].map(|i| service(&engine, i));
+    for _ in 0..4 {
+        // 50 is no token that the model samples.
+        assert_eq!(engine.scheduler.propose(&[ids[1]], &[0, 2], &[50, 50]).expect("no step is open"), 2);
+        engine.turn();
+    }
+    assert_eq!(engine.outputs[&ids[0]].len(), engine.outputs[&ids[1]].len());
+    let [plain, drafts] = [0, 1].map(|i| service(&engine, i) - before[i]);
+    assert!(drafts >= plain + 4.0 * 2.0, "{drafts} and {plain}");
 }
 
 #[test]
