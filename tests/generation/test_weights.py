@@ -144,6 +144,18 @@ def test_other_architecture_of_a_gguf_file_is_refused_by_name(tmp_path: Path) ->
         load_model(str(path))
 
 
+def test_gguf_tensor_of_a_type_that_nothing_reads_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "integers.gguf"
+    writer = pytest.importorskip("gguf").GGUFWriter(path, "llama")
+    writer.add_tensor("output.weight", np.zeros((2, 32), np.int32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(InvalidArgumentError, match=r"tensor 'output.weight' of .*integers.gguf: "):
+        GgufFile(path).read("output.weight")
+
+
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.2, 0.9, 0.999])
 def test_truncated_gguf_file_is_refused_at_any_length(tmp_path: Path, share: float) -> None:
     path = tiny_models.write_gguf(tmp_path / "tiny.gguf", tiny_models.random_tensors())

@@ -27,7 +27,10 @@ _LAYER_NAMES = {
 }
 _MODEL_NAMES = {"embedding": "token_embd", "output_norm": "output_norm", "output": "output"}
 _DAMAGED = (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError)
-"""What the reader raises for a file that ends early or is no GGUF file."""
+"""What the reader raises for a file that ends early or is no GGUF file.
+
+It has no exception of its own, and nothing tells beforehand what it will trip over.
+"""
 
 
 class GgufFile:
@@ -71,7 +74,7 @@ class GgufFile:
             raise InvalidArgumentError(f"{self._path} has no tensor {name!r}")
         try:
             values = self._gguf.dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:
+        except NotImplementedError as error:  # the package does not list the types that it can read
             raise InvalidArgumentError(f"tensor {name!r} of {self._path}: {error}") from error
         values = np.asarray(values, dtype=np.float32)
         if name.endswith((".attn_q.weight", ".attn_k.weight")):

@@ -6,13 +6,13 @@ mod support;
 use kvpager_core::geometry::Span;
 use kvpager_core::prefix_index::Isolation;
 use kvpager_core::scheduler::{
-    AdmissionPolicy, Deadline, FinishReason, ForecastConfig, HostTierConfig, Overflow, SchedulerConfig,
-    Tenant, ZeroBlocks,
+    AdmissionPolicy, FinishReason, ForecastConfig, HostTierConfig, Overflow, SchedulerConfig, Tenant,
+    ZeroBlocks,
 };
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
 use std::sync::Arc;
-use support::{Engine, config, expected_output, host_tier, prompt, request, tenant_config};
+use support::{Engine, NO_LIMIT, config, expected_output, host_tier, prompt, request, tenant_config};
 
 fn grouped(block_size: u32, groups: &[Span]) -> SchedulerConfig {
     SchedulerConfig { layer_groups: groups.into(), ..config(block_size) }
@@ -209,7 +209,6 @@ fn a_tail_alone_leaves_of_a_long_sequence_and_more_of_it_before_another_is_touch
 
 #[test]
 fn a_session_keeps_its_blocks_in_the_first_group_and_a_turn_finds_what_every_group_has() {
-    const NO_LIMIT: Deadline = Deadline { steps: None, seconds: None };
     let mut engine = Engine::new(64, grouped(4, &[Span::Full, Span::Sliding(8), Span::Chunked(8)]), true);
     let tenant = engine.tenant("a");
     let session = engine.scheduler.open_session(&tenant, NO_LIMIT).unwrap();
@@ -243,7 +242,6 @@ fn a_session_keeps_its_blocks_in_the_first_group_and_a_turn_finds_what_every_gro
 
 #[test]
 fn sessions_yield_the_blocks_of_a_grouped_model_before_a_request_waits() {
-    const NO_LIMIT: Deadline = Deadline { steps: None, seconds: None };
     let mut engine = Engine::new(24, grouped(4, &[Span::Full, Span::Sliding(4)]), true);
     let tenant = engine.tenant("a");
     for seed in 0..3 {

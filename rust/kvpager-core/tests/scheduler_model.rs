@@ -8,7 +8,7 @@ use kvpager_core::scheduler::{
 };
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
-use support::{Engine, config, expected_output, host_tier, request};
+use support::{Engine, config, expected_output, family_prompt, host_tier, request, retention};
 
 #[derive(Clone, Debug)]
 enum Operation {
@@ -44,10 +44,7 @@ fn operation() -> impl Strategy<Value = Operation> {
             reuse,
             priority,
         });
-    let limit = prop::option::of(1..20u64);
-    let retention = (limit, prop::option::of(1..12u32), 0..3i32).prop_map(|(steps, num_tokens, priority)| {
-        Retention { limit: Deadline { steps, seconds: None }, num_tokens, priority }
-    });
+    let retention = retention(prop::option::of(1..20u64), 12, 0..3);
     prop_oneof![
         1 => prop::option::of(retention).prop_map(Operation::Retain),
         4 => submit,
@@ -72,11 +69,6 @@ fn policy() -> impl Strategy<Value = AdmissionPolicy> {
         })),
         Just(AdmissionPolicy::Forecast(ForecastConfig::default())),
     ]
-}
-
-/// Few families of prompts and few tokens, so that prefixes are shared, split and computed twice.
-fn prompt(family: u32, shared: u32, own: u32) -> Vec<u32> {
-    (0..shared).map(|i| 100 + family + i % 2).chain((0..own).map(|i| 7 + i)).collect()
 }
 
 proptest! {
@@ -113,7 +105,7 @@ proptest! {
         for operation in operations {
             match operation {
                 Operation::Submit { tenant, family, shared, own, max_tokens, reuse, priority } => {
-                    let prompt = prompt(family, shared, own);
+                    let prompt = family_prompt(family, shared, own);
                     let mut request = request(&tenants[tenant], &prompt, max_tokens);
                     request.reuse = reuse;
                     request.priority = priority;

@@ -5,11 +5,7 @@ mod support;
 use kvpager_core::Error;
 use kvpager_core::scheduler::{Deadline, FinishReason, QueueLimits, Request, TenantConfig};
 use std::sync::Arc;
-use support::{Engine, config, expected_output, prompt, request};
-
-fn deadline(steps: u64) -> Deadline {
-    Deadline { steps: Some(steps), seconds: None }
-}
+use support::{Engine, after_steps, config, expected_output, prompt, request};
 
 #[test]
 fn a_deadline_ends_waiting_running_and_paused_requests() {
@@ -17,7 +13,7 @@ fn a_deadline_ends_waiting_running_and_paused_requests() {
     config.max_running = 2;
     let mut engine = Engine::new(16, config, true);
     let tenant = engine.tenant("a");
-    let with = |seed| Request { deadline: deadline(3), ..request(&tenant, &prompt(seed, 5), 20) };
+    let with = |seed| Request { deadline: after_steps(3), ..request(&tenant, &prompt(seed, 5), 20) };
     let running = engine.scheduler.submit(with(1)).unwrap();
     let paused = engine.scheduler.submit(with(2)).unwrap();
     let waiting = engine.scheduler.submit(with(3)).unwrap();
@@ -42,10 +38,7 @@ fn a_deadline_in_seconds_follows_the_callers_clock() {
     let deadline = Deadline { steps: None, seconds: Some(2.5) };
     let id = engine.scheduler.submit(Request { deadline, ..request(&tenant, &prompt(1, 5), 20) }).unwrap();
     for now in [100.0, 101.0, 102.0, 102.4, 102.5] {
-        let batch = engine.scheduler.step_at(0, now).unwrap();
-        let (token_start, tokens) = engine.run(&batch);
-        engine.note(batch.arrays.finished.iter().cloned());
-        engine.scheduler.commit(batch.step_id, &token_start, &tokens).unwrap();
+        engine.turn_at(now);
         assert_eq!(engine.finished.contains_key(&id), now >= 102.5);
     }
     assert_eq!(engine.finished[&id].output_tokens, 4);
@@ -223,7 +216,7 @@ fn draining_accepts_nothing_and_ends_the_rest_at_its_deadline() {
     let waiting = engine.submit(&tenant, &prompt(3, 5), 60).unwrap();
     engine.turn();
     engine.scheduler.pause(waiting).unwrap();
-    engine.scheduler.drain(deadline(5)).unwrap();
+    engine.scheduler.drain(after_steps(5)).unwrap();
     let (reason, retryable, _) = refusal(engine.submit(&tenant, &prompt(4, 5), 1));
     assert!(reason.contains("drained") && !retryable, "{reason}");
     engine.finish(10);
@@ -231,7 +224,7 @@ fn draining_accepts_nothing_and_ends_the_rest_at_its_deadline() {
     assert_eq!(engine.finished[&short].reason, FinishReason::Length);
     assert_eq!(engine.finished[&long].reason, FinishReason::Drained);
     assert_eq!(engine.finished[&waiting].reason, FinishReason::Drained);
-    assert!(engine.scheduler.drain(deadline(0)).is_err());
+    assert!(engine.scheduler.drain(after_steps(0)).is_err());
 }
 
 #[test]

@@ -10,16 +10,14 @@ use kvpager_core::scheduler::{
 };
 use kvpager_core::{Error, SequenceId};
 use std::sync::Arc;
-use support::{Engine, config, prompt, request, tenant_config};
-
-const NO_LIMIT: Deadline = Deadline { steps: None, seconds: None };
+use support::{Engine, NO_LIMIT, after_steps, config, prompt, request, tenant_config};
 
 fn of_priority(priority: i32) -> Retention {
     Retention { priority, ..Retention::default() }
 }
 
 fn for_steps(steps: u64) -> Retention {
-    Retention::from(Deadline { steps: Some(steps), seconds: None })
+    Retention::from(after_steps(steps))
 }
 
 fn submit(
@@ -52,15 +50,6 @@ fn left(engine: &Engine, tenant: &Tenant, seeds: std::ops::Range<u32>) -> Vec<u3
     seeds.filter(|&seed| is_there(engine, tenant, seed)).collect()
 }
 
-fn held(engine: &Engine) -> u64 {
-    engine.pool.stats().held
-}
-
-fn bounded(engine: &Engine, name: &str, most: u32) -> Arc<Tenant> {
-    let config = tenant_config(name, 0, engine.pool.num_blocks());
-    engine.scheduler.add_tenant(&TenantConfig { max_kept_blocks: Some(most), ..config }).expect("a tenant")
-}
-
 #[test]
 fn what_a_request_retains_stays_until_its_time_has_passed_and_is_cached_then() {
     let mut engine = Engine::new(32, config(4), true);
@@ -68,20 +57,18 @@ fn what_a_request_retains_stays_until_its_time_has_passed_and_is_cached_then() {
     retain(&mut engine, &tenant, 1, for_steps(3));
     for _ in 0..3 {
         let stats = engine.scheduler.stats();
-        assert_eq!((stats.num_retained, stats.num_kept_blocks, held(&engine)), (1, 2, 2));
+        assert_eq!((stats.num_retained, stats.num_kept_blocks, engine.held()), (1, 2, 2));
         assert_eq!((left(&engine, &tenant, 1..2), tenant.num_kept_blocks()), (vec![1], 2));
         engine.turn();
     }
     engine.turn();
-    assert_eq!((held(&engine), engine.scheduler.stats().num_retained, tenant.num_kept_blocks()), (0, 0, 0));
+    assert_eq!((engine.held(), engine.scheduler.stats().num_retained, tenant.num_kept_blocks()), (0, 0, 0));
     assert!(is_there(&engine, &tenant, 1), "it is cached");
     let seconds = Retention::from(Deadline { steps: None, seconds: Some(2.5) });
     submit(&engine, &tenant, &prompt(2, 8), 1, seconds);
     for (now, expected) in [(1e6, 2), (1e6 + 1.0, 2), (1e6 + 2.0, 2), (1e6 + 3.0, 0)] {
-        let batch = engine.scheduler.step_at(0, now).expect("no step is open");
-        let (token_start, tokens) = engine.run(&batch);
-        engine.scheduler.commit(batch.step_id, &token_start, &tokens).expect("as planned");
-        assert_eq!(held(&engine), expected, "at {now}");
+        engine.turn_at(now);
+        assert_eq!(engine.held(), expected, "at {now}");
     }
     engine.check_idle();
 }
@@ -143,7 +130,7 @@ fn admission_by_every_policy_sees_that_what_is_kept_can_be_had() {
         for seed in 1..8 {
             retain(&mut engine, &tenant, seed, Retention::default());
         }
-        assert_eq!(held(&engine), 14);
+        assert_eq!(engine.held(), 14);
         // One that is alone, one for which room is left beside it, and one of another tenant.
         for (owner, seed, length, running) in [(&tenant, 20, 4, 1), (&tenant, 21, 20, 2), (&other, 22, 12, 3)]
         {
@@ -275,22 +262,22 @@ fn under_open_steps_no_more_is_let_go_than_will_be_enough_when_they_have_closed(
 #[test]
 fn what_is_kept_of_a_tenant_stays_within_its_bound_and_each_block_counts_once() {
     let mut engine = Engine::new(64, config(4), true);
-    let tenant = bounded(&engine, "a", 7);
+    let tenant = engine.tenant_that_keeps("a", 7);
     // Three of four blocks in common: 4 + 1 + 1 + 1.
     for (tail, priority) in [(1, 1), (2, 0), (3, 1), (4, 1)] {
         let mut tokens = prompt(1, 12);
         tokens.extend(prompt(10 + tail, 4));
         submit(&engine, &tenant, &tokens, 1, of_priority(priority));
         engine.finish(100);
-        assert_eq!(held(&engine), 3 + u64::from(tail));
+        assert_eq!(engine.held(), 3 + u64::from(tail));
     }
     // Two more: the lowest priority goes, then what was kept first.
     retain(&mut engine, &tenant, 40, of_priority(2));
-    assert_eq!((tenant.num_kept_blocks(), held(&engine), engine.scheduler.stats().num_retained), (7, 7, 3));
+    assert_eq!((tenant.num_kept_blocks(), engine.held(), engine.scheduler.stats().num_retained), (7, 7, 3));
     // Of a prefix that is longer than the bound, its beginning stays.
     submit(&engine, &tenant, &prompt(50, 40), 1, of_priority(3));
     engine.finish(100);
-    assert_eq!((tenant.num_kept_blocks(), held(&engine), engine.scheduler.stats().num_retained), (7, 7, 1));
+    assert_eq!((tenant.num_kept_blocks(), engine.held(), engine.scheduler.stats().num_retained), (7, 7, 1));
     let index = Arc::clone(engine.index.as_ref().expect("an index"));
     index.evict(64);
     let namespace = tenant.namespace().expect("an index");
@@ -303,7 +290,7 @@ fn what_is_kept_of_a_tenant_stays_within_its_bound_and_each_block_counts_once() 
     let stats = engine.scheduler.stats();
     assert_eq!((tenant.num_kept_blocks(), stats.num_retained, stats.num_sessions_kept), (5, 0, 1));
     // A bound of none keeps nothing.
-    let none = bounded(&engine, "none", 0);
+    let none = engine.tenant_that_keeps("none", 0);
     retain(&mut engine, &none, 1, of_priority(9));
     assert_eq!(none.num_kept_blocks(), 0);
 }
@@ -315,12 +302,12 @@ fn equal_prefixes_are_kept_once_with_the_higher_priority_and_the_later_end() {
     let both = |steps, priority| Retention { priority, ..for_steps(steps) };
     retain(&mut engine, &tenant, 1, both(20, 0));
     retain(&mut engine, &tenant, 1, both(2, 7));
-    assert_eq!((engine.scheduler.stats().num_retained, held(&engine)), (1, 2));
+    assert_eq!((engine.scheduler.stats().num_retained, engine.held()), (1, 2));
     retain(&mut engine, &tenant, 2, both(20, 6));
     for _ in 0..10 {
         engine.turn();
     }
-    assert_eq!(held(&engine), 4, "the later end counts");
+    assert_eq!(engine.held(), 4, "the later end counts");
     // 8 blocks of 10: one of them goes, the one that was last asked for with less.
     engine.submit(&tenant, &prompt(3, 32), 1).expect("accepted");
     engine.turn();
@@ -328,15 +315,15 @@ fn equal_prefixes_are_kept_once_with_the_higher_priority_and_the_later_end() {
     for _ in 0..10 {
         engine.turn();
     }
-    assert_eq!(held(&engine), 0);
+    assert_eq!(engine.held(), 0);
     // Ends that are counted in other ways are not comparable: each holds.
     retain(&mut engine, &tenant, 1, for_steps(2));
     retain(&mut engine, &tenant, 1, Retention::default());
-    assert_eq!((engine.scheduler.stats().num_retained, held(&engine)), (2, 2));
+    assert_eq!((engine.scheduler.stats().num_retained, engine.held()), (2, 2));
     for _ in 0..5 {
         engine.turn();
     }
-    assert_eq!((engine.scheduler.stats().num_retained, held(&engine)), (1, 2));
+    assert_eq!((engine.scheduler.stats().num_retained, engine.held()), (1, 2));
 }
 
 #[test]
@@ -356,12 +343,12 @@ fn it_is_kept_however_its_request_ends_as_far_as_it_got_and_only_from_then_on() 
     assert_eq!(engine.finished[&aborted].reason, FinishReason::Aborted);
     assert_eq!(engine.finished[&late].reason, FinishReason::Deadline);
     // 9 and 11 tokens were computed.
-    assert_eq!((engine.scheduler.stats().num_retained, held(&engine)), (2, 4));
+    assert_eq!((engine.scheduler.stats().num_retained, engine.held()), (2, 4));
     // One that never ran leaves nothing.
     let waiting = submit(&engine, &tenant, &prompt(3, 8), 20, Retention::default());
     assert!(engine.scheduler.abort(waiting).expect("issued"));
     engine.finish(100);
-    assert_eq!(held(&engine), 4);
+    assert_eq!(engine.held(), 4);
 }
 
 #[test]
@@ -397,7 +384,7 @@ fn every_sample_and_fork_keeps_what_it_computed_and_the_prompt_counts_once() {
     engine.finish(100);
     // 17 tokens of each: 3 blocks of the prompt, and one of each of the samples; the fork's is equal to the first's.
     let stats = engine.scheduler.stats();
-    assert_eq!((stats.num_kept_blocks, held(&engine), stats.num_retained), (6, 6, 3));
+    assert_eq!((stats.num_kept_blocks, engine.held(), stats.num_retained), (6, 6, 3));
 }
 
 #[test]
@@ -416,7 +403,7 @@ fn purge_reset_and_drain_let_go_of_all_that_is_kept() {
     index.purge(&ShareScope::Private("a".to_owned()));
     engine.finish(100);
     assert_eq!(engine.finished[&running].reason, FinishReason::Length);
-    assert_eq!((tenant.num_kept_blocks(), other.num_kept_blocks(), held(&engine)), (0, 2, 2));
+    assert_eq!((tenant.num_kept_blocks(), other.num_kept_blocks(), engine.held()), (0, 2, 2));
     assert_eq!((left(&engine, &tenant, 1..3), left(&engine, &other, 1..2)), (vec![], vec![1]));
     fill(&mut engine);
     assert_eq!(engine.scheduler.stats().num_retained, 2);
@@ -425,7 +412,7 @@ fn purge_reset_and_drain_let_go_of_all_that_is_kept() {
     fill(&mut engine);
     engine.scheduler.drain(NO_LIMIT).expect("a deadline");
     engine.turn();
-    assert_eq!((held(&engine), engine.scheduler.stats().num_retained), (0, 0));
+    assert_eq!((engine.held(), engine.scheduler.stats().num_retained), (0, 0));
     engine.check_idle();
 }
 
@@ -492,7 +479,7 @@ fn what_is_kept_of_a_model_with_groups_can_be_used_in_every_group() {
         let blocks = num_tokens.map_or(10, |tokens| tokens / 4);
         // And those that the window needs after it.
         assert_eq!(engine.scheduler.stats().num_kept_blocks, u64::from(blocks) + 2);
-        assert_eq!(held(&engine), u64::from(blocks) + 2);
+        assert_eq!(engine.held(), u64::from(blocks) + 2);
         let index = Arc::clone(engine.index.as_ref().expect("an index"));
         index.evict(64);
         let id = engine.submit(&tenant, &prompt(1, 41), 2).expect("accepted");

@@ -3,11 +3,11 @@
 mod support;
 
 use kvpager_core::SequenceId;
-use kvpager_core::scheduler::{Deadline, Request, Retention, Tenant, TenantConfig};
+use kvpager_core::scheduler::{Request, Retention, Tenant};
 use proptest::prelude::*;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use support::{Engine, config, request, tenant_config};
+use support::{Engine, config, family_prompt, request, retention};
 
 const BLOCK_SIZE: usize = 2;
 
@@ -25,14 +25,7 @@ enum Operation {
 }
 
 fn operation() -> impl Strategy<Value = Operation> {
-    let limit = prop::option::weighted(0.8, 1..25u64);
-    let retention =
-        (limit, prop::option::of(1..14u32), -1..2i32).prop_map(|(steps, num_tokens, priority)| Retention {
-            limit: Deadline { steps, seconds: None },
-            num_tokens,
-            priority,
-        });
-    let retention = prop::option::weighted(0.8, retention);
+    let retention = prop::option::weighted(0.8, retention(prop::option::weighted(0.8, 1..25u64), 14, -1..2));
     let submit = (0..2usize, 0..2u32, 0..9u32, 1..4u32, 1..4u32, retention).prop_map(
         |(tenant, family, shared, own, max_tokens, retention)| Operation::Submit {
             tenant,
@@ -151,16 +144,13 @@ proptest! {
         operations in prop::collection::vec(operation(), 1..40),
     ) {
         let mut engine = Engine::new(600, config(BLOCK_SIZE as u32), true);
-        let tenants: Vec<Arc<Tenant>> = ["a", "b"].iter().zip(bounds).map(|(name, bound)| {
-            let config = TenantConfig { max_kept_blocks: Some(bound), ..tenant_config(name, 0, 600) };
-            engine.scheduler.add_tenant(&config).expect("a tenant")
-        }).collect();
+        let tenants: Vec<Arc<Tenant>> =
+            ["a", "b"].iter().zip(bounds).map(|(name, bound)| engine.tenant_that_keeps(name, bound)).collect();
         let (mut asked, mut models) = (Asked::new(), [Model::default(), Model::default()]);
         for operation in operations {
             match operation {
                 Operation::Submit { tenant, family, shared, own, max_tokens, retention } => {
-                    let tokens: Vec<u32> =
-                        (0..shared).map(|i| 100 + family + i % 2).chain((0..own).map(|i| 7 + i)).collect();
+                    let tokens = family_prompt(family, shared, own);
                     let wanted = Request { retention, ..request(&tenants[tenant], &tokens, max_tokens) };
                     let id = engine.scheduler.submit(wanted).expect("accepted");
                     asked.insert(id, (tenant, tokens, retention));

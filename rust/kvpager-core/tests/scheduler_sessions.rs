@@ -2,21 +2,15 @@
 
 mod support;
 
-use kvpager_core::scheduler::{AdmissionPolicy, Deadline, FinishReason, Session, Tenant, TenantConfig};
+use kvpager_core::scheduler::{AdmissionPolicy, Deadline, FinishReason, Session};
 use kvpager_core::{Error, SequenceId};
 use std::sync::Arc;
-use support::{Engine, config, prompt, request};
-
-const NO_LIMIT: Deadline = Deadline { steps: None, seconds: None };
+use support::{Engine, NO_LIMIT, config, prompt, request};
 
 fn submit(engine: &Engine, session: &Arc<Session>, prompt: &[u32], max_tokens: u32) -> SequenceId {
     let mut request = request(&session.tenant, prompt, max_tokens);
     request.session = Some(Arc::clone(session));
     engine.scheduler.submit(request).expect("a turn")
-}
-
-fn held(engine: &Engine) -> u64 {
-    engine.pool.stats().held
 }
 
 /// Runs one turn of a session to its end; returns all tokens of the conversation.
@@ -27,12 +21,6 @@ fn turn(engine: &mut Engine, session: &Arc<Session>, prompt: &[u32], max_tokens:
     prompt.iter().chain(output).copied().collect()
 }
 
-fn capped(engine: &Engine, name: &str, most: u32) -> Arc<Tenant> {
-    let config =
-        TenantConfig { max_kept_blocks: Some(most), ..TenantConfig::new(name, engine.pool.num_blocks()) };
-    engine.scheduler.add_tenant(&config).expect("a tenant")
-}
-
 #[test]
 fn a_session_keeps_its_blocks_between_turns_and_the_next_turn_finds_them() {
     let mut engine = Engine::new(32, config(4), true);
@@ -40,7 +28,7 @@ fn a_session_keeps_its_blocks_between_turns_and_the_next_turn_finds_them() {
     let session = engine.scheduler.open_session(&tenant, NO_LIMIT).expect("a session");
     let tokens = turn(&mut engine, &session, &prompt(1, 10), 6);
     // 15 positions are written: three full blocks.
-    assert_eq!((held(&engine), engine.scheduler.stats().num_sessions_kept), (3, 1));
+    assert_eq!((engine.held(), engine.scheduler.stats().num_sessions_kept), (3, 1));
     // Nothing that is cached can be evicted under it.
     assert_eq!(engine.index.as_ref().map(|index| index.evict(32)), Some(0));
     let mut longer = tokens;
@@ -48,11 +36,11 @@ fn a_session_keeps_its_blocks_between_turns_and_the_next_turn_finds_them() {
     let id = submit(&engine, &session, &longer, 4);
     engine.finish(100);
     assert_eq!(engine.finished[&id].cached_tokens, 12);
-    assert_eq!(held(&engine), 6);
+    assert_eq!(engine.held(), 6);
     assert!(engine.scheduler.close_session(&session));
     assert!(!engine.scheduler.close_session(&session));
     engine.turn();
-    assert_eq!(held(&engine), 0);
+    assert_eq!(engine.held(), 0);
     engine.check_idle();
 }
 
@@ -68,7 +56,7 @@ fn idle_sessions_let_go_before_a_request_waits_or_is_preempted() {
         for (i, session) in sessions.iter().enumerate() {
             turn(&mut engine, session, &prompt(i as u32, 16), 2);
         }
-        assert_eq!(held(&engine), 12);
+        assert_eq!(engine.held(), 12);
         // Five blocks and four: two sessions go, the one that was idle shortest stays.
         let first = engine.submit(&other, &prompt(7, 17), 2).expect("accepted");
         engine.turn();
@@ -79,7 +67,7 @@ fn idle_sessions_let_go_before_a_request_waits_or_is_preempted() {
         assert_eq!(engine.scheduler.stats().num_sessions_kept, 1);
         engine.finish(100);
         let stats = engine.scheduler.stats();
-        assert_eq!((stats.num_preemptions, stats.num_sessions_kept, held(&engine)), (0, 1, 4));
+        assert_eq!((stats.num_preemptions, stats.num_sessions_kept, engine.held()), (0, 1, 4));
     }
 }
 
@@ -91,7 +79,7 @@ fn growth_takes_the_blocks_of_idle_sessions_before_it_preempts() {
     let tenant = engine.tenant("a");
     let session = engine.scheduler.open_session(&tenant, NO_LIMIT).expect("a session");
     turn(&mut engine, &session, &prompt(1, 24), 2);
-    assert_eq!(held(&engine), 6);
+    assert_eq!(engine.held(), 6);
     let ids = [2, 3].map(|seed| engine.submit(&tenant, &prompt(seed, 8), 16).expect("accepted"));
     engine.finish(200);
     assert!(ids.iter().all(|id| engine.finished[id].reason == FinishReason::Length));
@@ -103,14 +91,14 @@ fn growth_takes_the_blocks_of_idle_sessions_before_it_preempts() {
 #[test]
 fn a_tenants_sessions_stay_within_its_bound_for_them() {
     let mut engine = Engine::new(32, config(4), true);
-    let tenant = capped(&engine, "a", 7);
+    let tenant = engine.tenant_that_keeps("a", 7);
     let sessions: Vec<_> =
         (0..4).map(|_| engine.scheduler.open_session(&tenant, NO_LIMIT).expect("a session")).collect();
     for (i, session) in sessions.iter().enumerate() {
         turn(&mut engine, session, &prompt(i as u32, 12), 2);
-        assert!(held(&engine) <= 7);
+        assert!(engine.held() <= 7);
     }
-    assert_eq!((held(&engine), engine.scheduler.stats().num_sessions_kept), (6, 2));
+    assert_eq!((engine.held(), engine.scheduler.stats().num_sessions_kept), (6, 2));
 }
 
 #[test]
@@ -122,17 +110,17 @@ fn the_time_limit_of_a_session_is_counted_from_its_last_turn() {
     let tokens = turn(&mut engine, &session, &prompt(1, 10), 3);
     engine.turn();
     turn(&mut engine, &session, &tokens, 3);
-    assert!(held(&engine) > 0);
+    assert!(engine.held() > 0);
     for _ in 0..2 {
         engine.turn();
-        assert!(held(&engine) > 0);
+        assert!(engine.held() > 0);
     }
     engine.turn();
     engine.turn();
-    assert_eq!((held(&engine), session.is_open()), (0, true));
+    assert_eq!((engine.held(), session.is_open()), (0, true));
     // It still takes turns.
     turn(&mut engine, &session, &tokens, 3);
-    assert!(held(&engine) > 0);
+    assert!(engine.held() > 0);
 }
 
 #[test]

@@ -14,8 +14,8 @@ use kvpager_core::block_pool::{BlockPool, PoolConfig};
 use kvpager_core::geometry::Span;
 use kvpager_core::prefix_index::{EvictionPolicy, IndexConfig, PrefixIndex};
 use kvpager_core::scheduler::{
-    AdmissionPolicy, Batch, BatchArrays, FinishedRequest, HostTierConfig, Overflow, PADDING_SEQUENCE,
-    QueueLimits, Request, Scheduler, SchedulerConfig, Tenant, TenantConfig,
+    AdmissionPolicy, Batch, BatchArrays, Deadline, FinishedRequest, HostTierConfig, Overflow,
+    PADDING_SEQUENCE, QueueLimits, Request, Retention, Scheduler, SchedulerConfig, Tenant, TenantConfig,
 };
 use kvpager_core::{Error, Result, SequenceId};
 use proptest::prelude::*;
@@ -213,6 +213,16 @@ impl Engine {
         self.scheduler.add_tenant(&tenant_config(name, guaranteed, limit)).unwrap()
     }
 
+    /// A tenant of which no more than so many blocks are kept after a request's end.
+    pub fn tenant_that_keeps(&self, name: &str, most: u32) -> Arc<Tenant> {
+        let config = tenant_config(name, 0, self.pool.num_blocks());
+        self.scheduler.add_tenant(&TenantConfig { max_kept_blocks: Some(most), ..config }).unwrap()
+    }
+
+    pub fn held(&self) -> u64 {
+        self.pool.stats().held
+    }
+
     pub fn submit(&self, tenant: &Arc<Tenant>, prompt: &[u32], max_tokens: u32) -> Result<SequenceId> {
         self.submit_request(request(tenant, prompt, max_tokens))
     }
@@ -364,7 +374,17 @@ impl Engine {
     /// One whole turn. Returns the batch's number of tokens.
     pub fn turn(&mut self) -> usize {
         let batch = self.scheduler.step(0).unwrap();
-        let (token_start, tokens) = self.run(&batch);
+        self.run_and_commit(&batch)
+    }
+
+    /// A turn at a time of the caller's clock.
+    pub fn turn_at(&mut self, now: f64) -> usize {
+        let batch = self.scheduler.step_at(0, now).unwrap();
+        self.run_and_commit(&batch)
+    }
+
+    fn run_and_commit(&mut self, batch: &Batch) -> usize {
+        let (token_start, tokens) = self.run(batch);
         self.note(batch.arrays.finished.iter().cloned());
         let outcome = self.scheduler.commit(batch.step_id, &token_start, &tokens).unwrap();
         self.note(outcome.finished);
@@ -563,4 +583,28 @@ pub fn request(tenant: &Arc<Tenant>, prompt: &[u32], max_tokens: u32) -> Request
 
 pub fn prompt(seed: u32, length: u32) -> Vec<u32> {
     (0..length).map(|i| seed * 1000 + i).collect()
+}
+
+/// Few families of prompts and few tokens, so that prefixes are shared, split and computed twice.
+pub fn family_prompt(family: u32, shared: u32, own: u32) -> Vec<u32> {
+    (0..shared).map(|i| 100 + family + i % 2).chain((0..own).map(|i| 7 + i)).collect()
+}
+
+pub const NO_LIMIT: Deadline = Deadline { steps: None, seconds: None };
+
+pub fn after_steps(steps: u64) -> Deadline {
+    Deadline { steps: Some(steps), seconds: None }
+}
+
+/// For less than so many steps or until the room is needed, of less than so many tokens or of all.
+pub fn retention(
+    steps: impl Strategy<Value = Option<u64>>,
+    longest: u32,
+    priorities: std::ops::Range<i32>,
+) -> impl Strategy<Value = Retention> {
+    (steps, prop::option::of(1..longest), priorities).prop_map(|(steps, num_tokens, priority)| Retention {
+        limit: Deadline { steps, seconds: None },
+        num_tokens,
+        priority,
+    })
 }

@@ -61,11 +61,7 @@ pub struct Seen {
 
 /// Mostly none; else for some steps or until the room is needed, of all or of a part.
 pub fn retention() -> impl Strategy<Value = Option<Retention>> {
-    let limit = prop::option::weighted(0.7, 1..20u64);
-    let retention = (limit, prop::option::of(1..20u32), 0..3i32).prop_map(|(steps, num_tokens, priority)| {
-        Retention { limit: Deadline { steps, seconds: None }, num_tokens, priority }
-    });
-    prop::option::weighted(0.3, retention)
+    prop::option::weighted(0.3, crate::support::retention(prop::option::weighted(0.7, 1..20u64), 20, 0..3))
 }
 
 fn act(longest: u32) -> impl Strategy<Value = Act> {
