@@ -1,15 +1,16 @@
 """The CUDA backend: views of CuPy (or torch) arrays, plans in device memory, launches on the caller's stream.
 
-Functions have the arguments of the front `kvpager.attention`. Nothing is copied but the plan's kilobytes and
-small arguments that come from the host (lengths, ids, slots). CuPy arrays use CuPy's current stream, torch
-tensors torch's, on the device where they are. Lengths, tables, ids and slots on the host are checked as the
-native kernels check them; those on the device already are trusted, since looking at them would wait for it
-(compile with `-DKV_DEBUG` to trap on wrong ones).
+Functions have the arguments of the front `kvpager.attention`; what they hand on is in `**options`, by its
+names. Nothing is copied but the plan's kilobytes and small arguments that come from the host (lengths, ids,
+slots). CuPy arrays use CuPy's current stream, torch tensors torch's, on the device where they are. Lengths,
+tables, ids and slots on the host are checked as the native kernels check them; those on the device already
+are trusted, since looking at them would wait for it (compile with `-DKV_DEBUG` to trap on wrong ones).
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,10 @@ __all__ = [
 
 _NO_IDS = np.zeros(0, np.int32)
 
+_INTEGERS = ("block_tables", "query_start", "context_lens", "table_rows")
+_FLOATS = ("alibi_slopes", "sinks")
+"""Arrays of a batch, which may come from the host."""
+
 
 def append_kv(
     key: Any,
@@ -83,35 +88,25 @@ def attention_call(
     k_cache: Any,
     v_cache: Any,
     *,
-    block_tables: Any,
-    query_start: Any,
-    context_lens: Any,
-    table_rows: Any = None,
     out: Any,
     lse: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     kv_dtype: str | None = None,
-    **numbers: Any,
+    **options: Any,
 ) -> AttentionCall:
     """The arguments of `paged_attention`, all on the device, as addresses; a plan is made from them."""
+    arrays: dict[str, Any] = {name: optional_view(options.pop(name, None)) for name in (*_INTEGERS, *_FLOATS)}
     return AttentionCall(
         query=view(query),
         k_cache=view(k_cache, kv_dtype),
         v_cache=view(v_cache, kv_dtype),
         out=view(out),
-        block_tables=view(block_tables),
-        query_start=view(query_start),
-        context_lens=view(context_lens),
-        table_rows=optional_view(table_rows),
         lse=optional_view(lse),
         k_scale=scale_view(k_scale),
         v_scale=scale_view(v_scale),
-        alibi_slopes=optional_view(alibi_slopes),
-        sinks=optional_view(sinks),
-        **numbers,
+        **arrays,
+        **options,
     )
 
 
@@ -120,17 +115,11 @@ def paged_attention(
     k_cache: Any,
     v_cache: Any,
     *,
-    block_tables: Any,
-    query_start: Any,
-    context_lens: Any,
-    table_rows: Any = None,
     out: Any = None,
     lse: Any = None,
     return_lse: bool = False,
     plan: AttentionPlan | None = None,
     kv_starts: npt.NDArray[np.int32] | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
     **options: Any,
 ) -> Any:
     """See `kvpager.attention.paged_attention`; with a `plan` and an `out` nothing here copies or allocates.
@@ -138,32 +127,19 @@ def paged_attention(
     One more argument, `kv_starts`: positions that are left out at the front of each sequence, on the host.
     """
     with stream_of(query):
-        _check_batch(
-            query, k_cache, query_start, context_lens, table_rows, block_tables, options.get("window")
-        )
+        _check_batch(query, k_cache, options)
         result = new_array(query, (*query.shape[:2], v_cache.shape[3])) if out is None else out
         if lse is None and return_lse:
             lse = new_array(query, tuple(query.shape[:2]), "float32")
-        call = attention_call(
-            query,
-            k_cache,
-            v_cache,
-            block_tables=(tables := ints_on_device("block_tables", block_tables)),
-            query_start=(starts := ints_on_device("query_start", query_start)),
-            context_lens=(lens := ints_on_device("context_lens", context_lens)),
-            table_rows=(rows := ints_on_device("table_rows", table_rows)),
-            out=result,
-            lse=lse,
-            alibi_slopes=(slopes := floats_on_device(alibi_slopes)),
-            sinks=(sink_scores := floats_on_device(sinks)),
-            **options,
-        )
+        arrays = {name: ints_on_device(name, options.get(name)) for name in _INTEGERS}
+        arrays |= {name: floats_on_device(options.get(name)) for name in _FLOATS}
+        call = attention_call(query, k_cache, v_cache, out=result, lse=lse, **(options | arrays))
         if plan is None:
-            lengths = (on_host("query_start", query_start), on_host("context_lens", context_lens))
-            plan = AttentionPlan.for_lengths(call, *lengths, kv_starts)
+            starts, lens = (on_host(name, options[name]) for name in ("query_start", "context_lens"))
+            plan = AttentionPlan.for_lengths(call, starts, lens, kv_starts)
         kernels.launch(plan.launches(call))
         # Launches hold addresses only; freed memory is reused in stream order, so it may go now.
-        del tables, starts, lens, rows, slopes, sink_scores
+        del arrays
     return (result, lse) if return_lse else result
 
 
@@ -175,30 +151,24 @@ def cascade_attention(
     group_start: Any,
     group_sequences: Any,
     prefix_lens: Any,
-    block_tables: Any,
-    query_start: Any,
-    context_lens: Any,
-    table_rows: Any = None,
     out: Any = None,
     lse: Any = None,
     return_lse: bool = False,
     **options: Any,
 ) -> Any:
     """See `kvpager.attention.cascade_attention`. Waits for the device if lengths or groups are there."""
-    lengths = {"query_start": query_start, "context_lens": context_lens, "table_rows": table_rows}
-    host = {name: on_host(name, array) for name, array in lengths.items()}
+    host = {name: on_host(name, options.get(name)) for name in ("query_start", "context_lens", "table_rows")}
     groups = [
         on_host("group_start", group_start),
         on_host("group_sequences", group_sequences),
         on_host("prefix_lens", prefix_lens),
     ]
-    tables = host_ints("block_tables", block_tables)
+    tables = host_ints("block_tables", options["block_tables"])
     cascade = cut_cascade(*groups, block_size=int(k_cache.shape[1]), block_tables=tables, **host)
-    shared: dict[str, Any] = {"block_tables": block_tables, **lengths}
     # With a window or ALiBi a prefix looks different to every row: nothing to share.
     if options.get("window") is not None or options.get("alibi_slopes") is not None or not len(cascade.rows):
         whole = {"out": out, "lse": lse, "return_lse": return_lse}
-        return paged_attention(query, k_cache, v_cache, **whole, **shared, **options)
+        return paged_attention(query, k_cache, v_cache, **whole, **options)
     with stream_of(query):
         shape = (*query.shape[:2], v_cache.shape[3])
         result = new_array(query, shape) if out is None else out
@@ -206,19 +176,18 @@ def cascade_attention(
             lse = new_array(query, shape[:2], "float32")
         # Both passes write fp32, so that outputs of 16 bits are rounded once.
         rest = {"out": new_array(query, shape, "float32"), "return_lse": True, "kv_starts": cascade.kv_starts}
-        rest_out, rest_lse = paged_attention(query, k_cache, v_cache, **rest, **shared, **options)
-        prefix_out, prefix_lse = paged_attention(
-            query[_index(query, cascade.rows)],
-            k_cache,
-            v_cache,
-            block_tables=block_tables,
-            query_start=cascade.query_start,
-            context_lens=cascade.context_lens,
-            table_rows=cascade.table_rows,
-            out=new_array(query, (len(cascade.rows), *shape[1:]), "float32"),
-            return_lse=True,
-            **(options | {"causal": False, "sinks": None}),
-        )
+        rest_out, rest_lse = paged_attention(query, k_cache, v_cache, **rest, **options)
+        prefix: dict[str, Any] = {
+            "query_start": cascade.query_start,
+            "context_lens": cascade.context_lens,
+            "table_rows": cascade.table_rows,
+            "out": new_array(query, (len(cascade.rows), *shape[1:]), "float32"),
+            "return_lse": True,
+            "causal": False,
+            "sinks": None,
+        }
+        rows = query[_index(query, cascade.rows)]
+        prefix_out, prefix_lse = paged_attention(rows, k_cache, v_cache, **(options | prefix))
         prefix_rows = ints_on_device("rows", cascade.rows_of_tokens(query.shape[0]))
         views = (
             view(array) for array in (rest_out, rest_lse, prefix_out, prefix_lse, result, lse, prefix_rows)
@@ -247,21 +216,14 @@ def merge_states(
     return result, state
 
 
-def _check_batch(
-    query: Any,
-    k_cache: Any,
-    query_start: Any,
-    context_lens: Any,
-    table_rows: Any,
-    block_tables: Any,
-    window: int | None,
-) -> None:
+def _check_batch(query: Any, k_cache: Any, options: Mapping[str, Any]) -> None:
     """Checks lengths that are on the host; the table entries that they need, if those are there too."""
-    starts, lens = host_ints("query_start", query_start), host_ints("context_lens", context_lens)
+    starts, lens = (host_ints(name, options[name]) for name in ("query_start", "context_lens"))
     if starts is None or lens is None:
         return
-    rows, tables = host_ints("table_rows", table_rows), host_ints("block_tables", block_tables)
-    if table_rows is not None and rows is None:
+    given_rows, window = options.get("table_rows"), options.get("window")
+    rows, tables = host_ints("table_rows", given_rows), host_ints("block_tables", options["block_tables"])
+    if given_rows is not None and rows is None:
         tables = None
     blocks, block_size = k_cache.shape[:2]
     _core._check_batch(starts, lens, rows, tables, query.shape[0], blocks, block_size, window)
