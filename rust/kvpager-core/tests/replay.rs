@@ -93,8 +93,8 @@ fn session_turns_follow_the_answer() {
     assert!((oracle(64, &rows).time - 10.5).abs() < 1e-9);
 }
 
-/// Outputs of 30 to 79 tokens, and between some of them outputs of 1,500 to 2,499, each kind of its own tenant. The mix
-/// changes: (every so many one is long, so many requests).
+/// Outputs of 30 to 79 tokens, and between some of them outputs of 1,500 to 2,499, each kind of its own tenant.
+/// The mix changes: (every so many one is long, so many requests).
 fn changing_mix() -> Requests {
     let mut requests = Requests::new(&[]);
     requests.hash_start.clear();
@@ -114,8 +114,8 @@ fn changing_mix() -> Requests {
     requests
 }
 
-/// With what all had shown together 104 were preempted and 83,313 tokens computed again: a long output was taken for a short
-/// one after each wave of short ones. As one tenant they are that still.
+/// With what all had shown together 104 were preempted and 83,313 tokens computed again: a long output was taken
+/// for a short one after each wave of short ones. As one tenant they are that still.
 #[test]
 fn a_tenant_of_long_outputs_is_not_taken_for_one_of_short_ones_when_the_mix_changes() {
     let run = |num_tenants: usize| {

@@ -1,5 +1,5 @@
-//! Killing the model at any point between `step` and `commit` leaves P1, P2 and P7 true: nothing is over-committed, every
-//! block is in one state, every request ends, with the output that it always has.
+//! Killing the model at any point between `step` and `commit` leaves P1, P2 and P7 true: nothing is
+//! over-committed, every block is in one state, every request ends, with the output that it always has.
 
 mod support;
 
@@ -25,8 +25,8 @@ fn propose(engine: &Engine, id: SequenceId, right: usize) {
     engine.scheduler.propose(&[id], &[0, 3], &drafts).expect("no step is open");
 }
 
-/// Requests that share prefixes, are forked, have drafts and outgrow the pool, and a model that dies at `point` in every
-/// `every`th step.
+/// Requests that share prefixes, are forked, have drafts and outgrow the pool, and a model that dies at `point` in
+/// every `every`th step.
 fn run(host_blocks: u32, point: usize, every: u32) -> u64 {
     let mut settings = config(4);
     settings.policy = AdmissionPolicy::Watermark { free_share: 0.0 };

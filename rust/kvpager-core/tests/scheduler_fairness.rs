@@ -23,9 +23,9 @@ fn cost(config: &SchedulerConfig, prompt_tokens: u32, max_tokens: u32) -> f64 {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(120))]
 
-    /// As in VTC: two tenants that both have requests waiting differ by at most twice the larger of what the largest
-    /// request costs and of what fits the pool at once, over the weight, and the tokens of the pool by which one
-    /// may be ahead of a head that waits. What fits is measured as service, too.
+    /// As in VTC: two tenants that both have requests waiting differ by at most twice the larger of what the
+    /// largest request costs and of what fits the pool at once, over the weight, and the tokens of the pool by
+    /// which one may be ahead of a head that waits. What fits is measured as service, too.
     #[test]
     fn backlogged_tenants_differ_by_a_bounded_service(
         small in (1..8u32, 1..12u32),

@@ -1,12 +1,13 @@
-//! Whose outputs are how long: of each tenant its own, where it has shown enough, else what all have shown together.
+//! Whose outputs are how long: of each tenant its own, where it has shown enough, else what all have shown
+//! together.
 //!
-//! A tenant of which `MIN_OUTPUTS` outputs are in the shared window or run has statistics of its own, beside those of all,
-//! from the next look on: its part of the shared window to begin with, then its own window, drift and caution, and
-//! `PRIOR_WEIGHT` imaginary outputs that end as those of all do. If only one tenant has shown anything, there is nothing to tell
-//! apart, and what all have shown is its own.
+//! A tenant of which `MIN_OUTPUTS` outputs are in the shared window or run has statistics of its own, beside those
+//! of all, from the next look on: its part of the shared window to begin with, then its own window, drift and
+//! caution, and `PRIOR_WEIGHT` imaginary outputs that end as those of all do. If only one tenant has shown
+//! anything, there is nothing to tell apart, and what all have shown is its own.
 //!
-//! At most [`MAX_OWN`] tenants have their own; one more takes the place of a tenant that has shown nothing for longest
-//! and runs nothing, or is taken for one of all.
+//! At most [`MAX_OWN`] tenants have their own; one more takes the place of a tenant that has shown nothing for
+//! longest and runs nothing, or is taken for one of all.
 
 use super::survival::OutputLengths;
 
@@ -82,8 +83,8 @@ impl LearnedLengths {
         }
     }
 
-    /// Works the rates out again. `running` are the sequences that have not ended: tenant, the age up to which each has
-    /// been counted, and its age.
+    /// Works the rates out again. `running` are the sequences that have not ended: tenant, the age up to which
+    /// each has been counted, and its age.
     pub(in crate::scheduler) fn look(&mut self, running: impl Iterator<Item = (usize, u32, u32)>) {
         self.num_looks += 1;
         self.take_in_another();
@@ -104,8 +105,8 @@ impl LearnedLengths {
         }
     }
 
-    /// Fills the tables of the tenant that has waited for it longest, if one does. That is the dear part of a look, so one
-    /// step in `FILL_STEPS` does it, for one tenant: with many tenants each is looked at less often.
+    /// Fills the tables of the tenant that has waited for it longest, if one does. That is the dear part of a
+    /// look, so one step in `FILL_STEPS` does it, for one tenant: with many tenants each is looked at less often.
     pub(in crate::scheduler) fn fill_next(&mut self, step: u64) {
         if step < self.filled_at + FILL_STEPS {
             return;
@@ -117,8 +118,8 @@ impl LearnedLengths {
         }
     }
 
-    /// Gives statistics of its own to the tenant that has shown most of those without, if it is enough, is not all there
-    /// is, and there is a place.
+    /// Gives statistics of its own to the tenant that has shown most of those without, if it is enough, is not all
+    /// there is, and there is a place.
     fn take_in_another(&mut self) {
         let outputs = |shown: &Shown| shown.num_ended + shown.num_running;
         let others = self.shown.iter().enumerate().filter(|(_, shown)| shown.own == NONE);
@@ -182,7 +183,8 @@ mod tests {
         learned.fill_next(step + FILL_STEPS - 1);
     }
 
-    /// Outputs of a tenant that end one after the other, each beside eight that have got half as far, and looks at them.
+    /// Outputs of a tenant that end one after the other, each beside eight that have got half as far, and looks at
+    /// them.
     fn show(learned: &mut LearnedLengths, tenant: usize, length: u32, count: u32) {
         for i in 0..count {
             learned.learn(tenant, 0, length - i % 5);

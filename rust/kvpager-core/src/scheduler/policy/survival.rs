@@ -1,18 +1,19 @@
-//! How long outputs get: the hazard of ending at each age, learned from what ended lately and from what still runs.
+//! How long outputs get: the hazard of ending at each age, learned from what ended lately and from what still
+//! runs.
 //!
-//! Ages are grouped into bins, eight an octave. The rate of ending in a bin is
-//! `(ends + prior) / (tokens spent in it + prior)`, over the last `WINDOW` outputs and, so that long ones count before
-//! they end, over the running ones as far as they got. `drift` corrects the rates by what has been seen of late: ends
-//! that came, over ends that were expected of the running sequences. A change of workload moves it long before the
-//! window has turned over.
+//! Ages are grouped into bins, eight an octave. The rate of ending in a bin is `(ends + prior) / (tokens spent in
+//! it + prior)`, over the last `WINDOW` outputs and, so that long ones count before they end, over the running
+//! ones as far as they got. `drift` corrects the rates by what has been seen of late: ends that came, over ends
+//! that were expected of the running sequences. A change of workload moves it long before the window has turned
+//! over.
 //!
-//! What a tenant has shown itself (see `learned.rs`) is worked out in the same way. Its imaginary outputs end at the
-//! rates that all tenants have shown together, so with few outputs of its own it is like all of them.
+//! What a tenant has shown itself (see `learned.rs`) is worked out in the same way. Its imaginary outputs end at
+//! the rates that all tenants have shown together, so with few outputs of its own it is like all of them.
 
 /// Finished outputs that are remembered.
 const WINDOW: usize = 2000;
-/// Imaginary outputs that pass through every bin: at the rate `1 / max(PRIOR_TOKENS, age)`, for a tenant at the shared
-/// one.
+/// Imaginary outputs that pass through every bin: at the rate `1 / max(PRIOR_TOKENS, age)`, for a tenant at the
+/// shared one.
 const PRIOR_WEIGHT: f64 = 4.0;
 const PRIOR_TOKENS: f64 = 1000.0;
 /// Ends that the drift is averaged over, and imaginary ones that came as expected.
@@ -115,8 +116,8 @@ impl OutputLengths {
         }
     }
 
-    /// An output ended by itself. Its part of what was expected since the last [`OutputLengths::rebuild`] is counted
-    /// there. Returns its place in the window.
+    /// An output ended by itself. Its part of what was expected since the last [`OutputLengths::rebuild`] is
+    /// counted there. Returns its place in the window.
     pub(super) fn learn(&mut self, length: u32) -> usize {
         let place = self.remember(bin_of(length) as u8);
         self.seen_ends += 1.0;
@@ -153,7 +154,8 @@ impl OutputLengths {
         self.expected_ends += self.cumulative(to) - self.cumulative(from);
     }
 
-    /// [`OutputLengths::expose`] of one that has not ended; the next [`OutputLengths::rebuild`] knows how far it got.
+    /// [`OutputLengths::expose`] of one that has not ended; the next [`OutputLengths::rebuild`] knows how far it
+    /// got.
     pub(super) fn expose_running(&mut self, from: u32, to: u32) {
         self.expose(from, to);
         self.running[bin_of(to)] += 1;
