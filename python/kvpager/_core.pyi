@@ -1549,7 +1549,7 @@ class Scheduler:
             InvalidArgumentError: for an id that was never issued.
         """
     def pause(self, request_id: int) -> bool:
-        """Stops a request from the next `step` on; False if it had ended. From any thread.
+        """Stops a request, with all its branches, from the next `step` on; False if it had ended. From any thread.
 
         It keeps its place in time, and its blocks until a request that is not paused needs them; what it has
         computed is computed again then, when it resumes. Its deadline goes on.
@@ -1558,7 +1558,9 @@ class Scheduler:
             InvalidArgumentError: for an id that was never issued.
         """
     def resume(self, request_id: int) -> bool:
-        """Goes on with a paused request from the next `step` on; False if it had ended. From any thread.
+        """Goes on with a paused request and its branches from the next `step` on; False if it had ended.
+
+        From any thread.
 
         Raises:
             InvalidArgumentError: for an id that was never issued.
@@ -1567,7 +1569,9 @@ class Scheduler:
         """Makes new requests that go on from where a running one is, with all its tokens; returns their ids.
 
         They share its blocks, full or not, until one writes a shared block, which `Batch.block_copies` copies
-        first; they have its limits, count its output as theirs, and end by themselves. Between two steps.
+        first; they have its limits, count its output as theirs, and end by themselves. With it, and with its
+        request's samples, they are a branch set: they run, are preempted and are paused together. Between two
+        steps.
 
         Args:
             request_id: a request that has blocks and is in no open step.
@@ -1576,7 +1580,8 @@ class Scheduler:
         Raises:
             InvalidArgumentError: for an id that was never issued, or a count of 0.
             WrongStateError: if it does not run or is in an open step.
-            RefusedError: if there are too few running places, or the scheduler is being drained.
+            RefusedError: if there are too few running places, the scheduler is being drained, or (not
+                `retryable`) the set may come to need more blocks than its tenant can ever have.
             OutOfBlocksError: if what the policy promises to them is not there (or OverQuotaError).
         """
     def reorder(
@@ -1591,14 +1596,16 @@ class Scheduler:
         which replaces the token that `commit` brought last. Blocks are shared, nothing is computed again.
 
         Args:
-            sequence_ids: [k] running sequences of one tenant, prompt, limit and length, each named once.
+            sequence_ids: [k] running branches of one set and length, each named once.
             parents: [k] likewise, each as often as it is wanted.
             tokens: [k] token ids.
 
         Raises:
-            InvalidArgumentError: for arrays that do not fit together, or sequences that differ.
-            WrongStateError: if a step is open, or one of them does not run (under `reserve` nothing is
-                preempted). Nothing has changed then.
+            InvalidArgumentError: for arrays that do not fit together, sequences that are not branches of one
+                set, or that differ in length.
+            WrongStateError: if a step is open, or one of them does not run, has no token yet or is being
+                computed again; after a step that sampled one branch, all of them are ready. Nothing has changed
+                then.
         """
     def propose(
         self,

@@ -81,9 +81,7 @@ class Delivery:
         first = search.members[0]
         if search.is_aborted or first.has_ended:
             return
-        if step is None:
-            self.fail(first, "a beam lost its blocks, and the others cannot wait for it")
-            return
+        assert step is not None, "the beams of a search are sampled together"
         search.apply(step)
         first.last_token_at = time.perf_counter()
         if first.first_token_at is None:

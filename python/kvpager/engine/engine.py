@@ -254,7 +254,7 @@ class Engine:
         Raises:
             InvalidArgumentError: an unknown tenant, a session that is closed or of another one, an empty
                 prompt, ids outside the vocabulary, a text without a tokenizer, logprobs that the runner
-                cannot give, beams without logits or under another policy than `reserve`.
+                cannot give, beams without logits.
             RefusedError: it can never fit the pool, the tenant's limit, the queue or the model's positions;
                 or too many wait (`retryable`). Nothing was accepted.
             WrongStateError: the engine is draining, has stopped, has failed, or is of another process.

@@ -228,12 +228,6 @@ class Registry:
             raise InvalidArgumentError(
                 "this model runner returns tokens, not logits: it has no beam search", param="beam_width"
             )
-        if self._config.policy != "reserve":
-            raise InvalidArgumentError(
-                f"a beam search needs the policy 'reserve', this engine has {self._config.policy!r}: beams "
-                "go on together, and each must be promised its blocks",
-                param="beam_width",
-            )
         if width + num_ends > self._runner.vocab_size:
             raise InvalidArgumentError(
                 f"beam_width is {width} and {num_ends} tokens end an answer: more than the vocabulary of "

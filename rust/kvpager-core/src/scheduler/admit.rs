@@ -2,14 +2,13 @@
 
 use super::compartments::Room;
 use super::core::Core;
-use super::group_blocks::look_up_groups;
+use super::group_blocks::find_groups;
 use super::inbox::Inbox;
 use super::limits::note_admission;
 use super::phases::Phase;
-use super::policy::{AdmissionRequest, AdmissionRoom};
+use super::policy::AdmissionRoom;
 use super::queue::Place;
 use super::request::{FinishReason, WaitingRequest};
-use super::samples::extra_blocks;
 use super::scopes::{Reach, peek};
 use super::sequence::Sequence;
 use crate::block_pool::Reservation;
@@ -43,14 +42,14 @@ impl Core {
     /// Ends a head that quotas, as they are by now, will never let in.
     fn end_if_hopeless(&mut self, tenant: usize, head: Place, inbox: &Inbox) -> Result<bool> {
         let Some(waiting) = self.queue.get(tenant, head) else { return Ok(false) };
-        let need = self.config.lifetime_blocks(waiting.progress.prompt_tokens, waiting.request.max_tokens);
+        let need = waiting.lifetime_blocks(&self.config);
         let places = self.compartments[waiting.request.tenant.compartment].bounds.max_running;
         let may_fit =
-            need <= self.pool.reachable(waiting.request.tenant.account)? && waiting.request.n <= places;
+            need <= self.pool.reachable(waiting.request.tenant.account)? && waiting.num_sequences() <= places;
         if may_fit && !self.is_published_full(waiting)? {
             return Ok(false);
         }
-        if let Some(waiting) = self.queue.remove(head.1) {
+        if let Some(waiting) = self.queue.remove_set(head.1) {
             self.end_waiting(waiting, FinishReason::Capacity, inbox);
         }
         Ok(true)
@@ -136,7 +135,7 @@ impl Core {
         let Some(waiting) = self.queue.get(tenant, place) else { return Ok(Err(nothing_there())) };
         let request = &waiting.request;
         let compartment = request.tenant.compartment;
-        if self.num_rows_left(compartment) < request.n as usize {
+        if self.num_rows_left(compartment) < waiting.num_sequences() as usize {
             return Ok(Err(nothing_there()));
         }
         self.scratch.clear();
@@ -148,7 +147,9 @@ impl Core {
             self.phases.lap(Phase::LookUp);
             return Ok(Err(short));
         }
-        let found = look_up_groups(self.index.as_ref(), request, reach, &self.config, &mut self.scratch);
+        let num_common = waiting.num_common(self.config.block_size) as usize;
+        let known = &request.prompt[..num_common];
+        let found = find_groups(self.index.as_ref(), request, reach, known, &self.config, &mut self.scratch);
         self.phases.lap(Phase::LookUp);
         let pin = match found {
             Ok(pin) => pin,
@@ -160,7 +161,7 @@ impl Core {
             Err(error) => return Err(error),
         };
         let (num_found, waited) = (self.scratch.len(), waiting.progress.share_waits);
-        if self.should_wait(pin.as_ref(), request, &request.prompt, num_found, waited) {
+        if self.should_wait(pin.as_ref(), request, &request.prompt[..=num_common], num_found, waited) {
             self.compartments[compartment].is_chunk_awaited = true;
             self.queue.note_share_wait(tenant, place);
             return Ok(Err(nothing_there()));
@@ -223,14 +224,7 @@ impl Core {
         num_found: usize,
     ) -> Result<std::result::Result<Reservation, Error>> {
         let request = &waiting.request;
-        let asked = AdmissionRequest {
-            prompt_tokens: waiting.progress.prompt_tokens,
-            known_tokens: request.prompt.len() as u32,
-            max_tokens: request.max_tokens,
-            pinned_blocks: num_found as u32,
-        };
-        let samples = extra_blocks(&self.config, request, waiting.progress.prompt_tokens);
-        let need = self.config.policy.blocks_to_reserve(&self.config, asked) + samples;
+        let need = waiting.blocks_to_promise(&self.config, num_found as u32);
         if let Some(short) = self.short_of_margin(waiting, need)? {
             return Ok(Err(short));
         }
@@ -265,7 +259,7 @@ impl Core {
     }
 
     /// A sequence whose first blocks are the matched ones in `scratch`.
-    fn start(
+    pub(super) fn start(
         &mut self,
         mut waiting: WaitingRequest,
         pin: Option<ChainPin>,
@@ -287,6 +281,7 @@ impl Core {
         }
         self.recomputed_tokens +=
             u64::from(std::mem::take(&mut progress.lost_tokens).saturating_sub(matched_tokens));
+        let branches = std::mem::take(&mut waiting.branches);
         let mut tokens = std::mem::take(&mut waiting.request.prompt);
         let longest = progress.prompt_tokens + waiting.request.max_tokens;
         let mut blocks = Vec::with_capacity(self.config.blocks_for(longest) as usize);
@@ -294,10 +289,9 @@ impl Core {
         blocks.extend_from_slice(&self.scratch);
         let mut sequence = Sequence::new(waiting.id, waiting.request, tokens, blocks, reservation, row);
         sequence.num_computed = matched_tokens;
-        if sequence.request.n > 1 {
-            self.own(sequence.id).num_unforked += sequence.request.n - 1;
-            sequence.special_mut().is_unforked = true;
-        }
+        sequence.carry(branches, self.config.block_size);
+        sequence.is_branch = self.sets.is_branch(sequence.id);
+        self.own(sequence.id).num_unforked += sequence.num_unsplit();
         sequence.num_indexed = pinned;
         sequence.pin = pin;
         sequence.known_age = known_age;

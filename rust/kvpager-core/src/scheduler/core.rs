@@ -1,6 +1,7 @@
 //! The engine thread's state, and what `step`, `commit` and `abandon` share.
 
 use super::batch::BatchMemory;
+use super::branch_sets::BranchSets;
 use super::compartments::{Bounds, Compartment, compartment_of};
 use super::config::{SchedulerConfig, ZeroBlocks};
 use super::deadlines::{Deadlines, Moment};
@@ -59,6 +60,9 @@ pub(super) struct Core {
     pub(super) deadlines: Deadlines,
     /// Deadline of `drain`, and when it was asked for.
     pub(super) draining: Option<(Deadline, Moment)>,
+    pub(super) sets: BranchSets,
+    /// Ends of sequences that carry branches and are in an open step.
+    pub(super) late_ends: Vec<(SequenceId, FinishReason)>,
     pub(super) published: Published,
     pub(super) kept: KeptPrefixes,
     /// Sequences of which the step that is being planned computes a chunk.
@@ -123,6 +127,8 @@ impl Core {
             paused: HashMap::default(),
             deadlines: Deadlines::default(),
             draining: None,
+            sets: BranchSets::default(),
+            late_ends: Vec::new(),
             published: Published::default(),
             kept: KeptPrefixes::new(config.keeps_first()),
             in_flight: Vec::new(),
@@ -210,6 +216,9 @@ impl Core {
         inbox: &Inbox,
     ) -> Result<FinishedRequest> {
         sequence.ending.get_or_insert(reason);
+        let branches = self.take_branches(sequence);
+        self.end_carried(branches, reason, detail, inbox);
+        self.sets.leave(sequence.id);
         end_ids(inbox, sequence.id, sequence.request.n);
         inbox.forget_samples(sequence.id, sequence.progress.branch);
         if matches!(reason, FinishReason::Stop | FinishReason::Length) {
@@ -241,7 +250,7 @@ impl Core {
         }
         let newest = self.open.back().map(|open| open.id);
         let own = self.own(sequence.id);
-        own.num_unforked -= sequence.request.n - 1;
+        own.num_unforked -= sequence.num_unsplit();
         own.frees_at = newest.or(own.frees_at);
         self.queue.note_end(sequence.request.tenant.index);
         let pin = sequence.pin.take();

@@ -55,7 +55,8 @@ impl Scheduler {
         // What others have asked for is done by the next step, before it plans.
         let is_asked = !self.inbox.is_empty();
         for (i, &id) in sequences.iter().enumerate() {
-            if is_asked && self.inbox.takes_out(id) {
+            let pauses = || core.sets.members(id).into_iter().any(|branch| self.inbox.is_pausing(branch));
+            if is_asked && (!self.inbox.is_live(id) || pauses()) {
                 continue;
             }
             num_kept += core.keep_drafts(id, &tokens[draft_start[i] as usize..draft_start[i + 1] as usize]);

@@ -5,6 +5,7 @@
 //! block of its own, and the batch has the copy. Who is left alone with the original writes it without a copy.
 
 use super::Scheduler;
+use super::branches::{Known, blocks_of_set, life_of};
 use super::compartments::compartment_of;
 use super::core::{Core, draw};
 use super::inbox::Inbox;
@@ -14,6 +15,7 @@ use crate::block_pool::Reservation;
 use crate::ids::{BlockHandle, SequenceId};
 use crate::prefix_index::{ChainPin, PartialBlock, Pin};
 use crate::{Error, Result};
+use hashbrown::HashSet;
 use std::sync::Arc;
 
 /// A copy that the next batch makes.
@@ -53,7 +55,8 @@ impl Scheduler {
     ///
     /// # Errors
     /// [`Error::WrongState`] if the sequence does not run, has ended, is in an open step, or if its prefix was
-    /// purged; [`Error::Refused`] if there are too few running places or the scheduler is being drained;
+    /// purged; [`Error::Refused`] if there are too few running places, the branches together could never fit, or the
+    /// scheduler is being drained;
     /// [`Error::OutOfBlocks`] or [`Error::OverQuota`] if what the policy promises to them is not there. Nothing has
     /// changed then.
     pub fn fork(&self, id: SequenceId, count: u32) -> Result<Vec<SequenceId>> {
@@ -82,6 +85,7 @@ impl Core {
         let growth = self.growth_after(sequence, num_computed / self.config.block_size);
         let tenant = Arc::clone(&sequence.request.tenant);
         let is_first = is_partial && !sequence.shares_tail();
+        self.check_fork_fits(position, count)?;
         // Whichever of them writes the last block first needs a block for its copy.
         let copy = u32::from(is_first && !self.config.policy.overcommits());
         let mut promised = loop {
@@ -107,10 +111,44 @@ impl Core {
             let child =
                 self.child_of(position, inbox.issue_id(compartment), shared as usize, pin, reservation)?;
             ids.push(child.id);
+            self.sets.join(child.id, id);
             self.insert_running(child);
         }
+        self.running[position].is_branch = true;
         self.note_shared(position, shared, is_partial);
+        if self.pausing.contains(&id) {
+            self.pausing.extend(&ids);
+        }
         Ok(ids)
+    }
+
+    /// Refuses a fork after which its set could need more than there may ever be: a set is preempted as a whole, so it
+    /// must fit as a whole.
+    fn check_fork_fits(&self, position: usize, count: u32) -> Result<()> {
+        if !self.config.policy.overcommits() {
+            // All of it is promised here and now.
+            return Ok(());
+        }
+        let sequence = &self.running[position];
+        let life = life_of(&self.config, Known::of_sequence(sequence));
+        let mut need = self.num_held_by_set(sequence) as u32;
+        need += count * (life - sequence.num_computed / self.config.block_size);
+        let mut tails = HashSet::new();
+        for branch in self.running_set(sequence) {
+            let total = blocks_of_set(&self.config, branch.known(), |known| life_of(&self.config, known));
+            need += total.saturating_sub(branch.blocks.len() as u32);
+            let tail = branch.blocks.last().filter(|_| branch.shares_tail());
+            need += u32::from(tail.is_some_and(|&block| !tails.insert(block)));
+        }
+        let tenant = &sequence.request.tenant;
+        let reachable = self.pool.reachable(tenant.account)?;
+        if need <= reachable {
+            return Ok(());
+        }
+        Err(Error::refused(format!(
+            "with {count} more branches, the set of sequence {} may need {need} blocks; tenant {:?} may have {reachable}",
+            sequence.id, tenant.name
+        )))
     }
 
     /// Where a sequence that can be forked stands.
@@ -126,8 +164,8 @@ impl Core {
         if sequence.in_flight > 0 {
             return wrong("is in an open step");
         }
-        if sequence.request.n > 1 {
-            return wrong("has not got its samples yet");
+        if sequence.num_unsplit() > 0 {
+            return wrong("has not split into its branches yet");
         }
         let left = self.num_rows_left(compartment_of(id));
         let most = self.compartments[compartment_of(id)].bounds.max_running;
@@ -203,6 +241,7 @@ impl Core {
         child.progress.branch = 0;
         child.progress.queue_steps = Some(0);
         child.num_shared = shared as u32;
+        child.is_branch = true;
         child.special_mut().shares_tail = !child.num_computed.is_multiple_of(self.config.block_size);
         child.drop_special();
         self.queue.note_start(child.request.tenant.index);
@@ -260,14 +299,13 @@ impl Core {
         self.trim_promise(position)
     }
 
-    /// Gives back what is promised beyond a sequence's whole life: the block of a copy that it did not need.
+    /// Gives back what is promised to a sequence beyond what its policy promises: the block of a copy that it did not
+    /// need, which another branch may be short of.
     fn trim_promise(&mut self, position: usize) -> Result<()> {
-        if self.config.policy.overcommits() {
-            return Ok(());
-        }
+        let asked = Known::of_sequence(&self.running[position]).asked(0);
+        let promised = self.config.policy.blocks_to_reserve(&self.config, asked);
         let sequence = &mut self.running[position];
-        let life = self.config.lifetime_blocks(sequence.progress.prompt_tokens, sequence.request.max_tokens);
-        let needed = life.saturating_sub(sequence.blocks.len() as u32);
+        let needed = promised.saturating_sub(sequence.blocks.len() as u32);
         sequence.reservation.shrink(sequence.reservation.num_blocks().saturating_sub(needed))
     }
 

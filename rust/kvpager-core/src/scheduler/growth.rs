@@ -23,6 +23,29 @@ impl Core {
             let tenant = &waiting.request.tenant;
             let lengths = self.compartments[tenant.compartment].lengths.of(tenant.index);
             self.add_sequence(growth, lengths, (known, held as f32), age, most);
+            let common = waiting.num_common(self.config.block_size);
+            self.add_others(growth, lengths, (known, common), &waiting.branches, waiting.request.n, most);
+        }
+    }
+
+    /// Adds what a sequence of `known` tokens will split into besides itself: branches that have the first `common` ones
+    /// in common with it, or samples. What they share counts with it.
+    fn add_others(
+        &self,
+        growth: &mut Trajectory,
+        lengths: &OutputLengths,
+        (known, common): (u32, u32),
+        branches: &[WaitingRequest],
+        n: u32,
+        most: u32,
+    ) {
+        for branch in branches {
+            let (known, age) = (branch.request.prompt.len() as u32, branch.num_outputs());
+            let held = (known - common) as f32 / self.config.block_size as f32;
+            self.add_sequence(growth, lengths, (known, held), age, branch.request.max_tokens - age);
+        }
+        for _ in 1..n {
+            self.add_sequence(growth, lengths, (known, 0.0), 0, most);
         }
     }
 
@@ -44,7 +67,12 @@ impl Core {
                 };
                 let most = sequence.request.max_tokens - age;
                 let lengths = learned.of(sequence.request.tenant.index);
-                self.add_sequence(&mut growth, lengths, (known, held), age, most);
+                // What the branches of a set share counts with its eldest.
+                let is_counted = !sequence.is_branch || self.sets.eldest(sequence.id) == sequence.id;
+                let shared = if is_counted { 0.0 } else { (sequence.num_shared as f32).min(held) };
+                self.add_sequence(&mut growth, lengths, (known, held - shared), age, most);
+                let (branches, common) = (sequence.branches(), sequence.num_common() as u32);
+                self.add_others(&mut growth, lengths, (known, common), branches, sequence.request.n, most);
             }
         }
         growth

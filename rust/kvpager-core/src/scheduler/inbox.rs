@@ -162,9 +162,9 @@ impl Inbox {
         message
     }
 
-    /// Whether what is on its way ends a running request, or pauses it.
-    pub(super) fn takes_out(&self, id: SequenceId) -> bool {
-        !self.is_live(id) || self.pausing().contains(&id.0)
+    /// Whether what is on its way pauses a request.
+    pub(super) fn is_pausing(&self, id: SequenceId) -> bool {
+        self.pausing().contains(&id.0)
     }
 
     fn pausing(&self) -> MutexGuard<'_, HashSet<u64, foldhash::fast::RandomState>> {

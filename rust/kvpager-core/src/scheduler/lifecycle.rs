@@ -4,8 +4,10 @@ use super::Scheduler;
 use super::core::Core;
 use super::inbox::{Inbox, Message};
 use super::request::{Deadline, FinishReason, WaitingRequest};
+use super::sequence::Sequence;
 use crate::ids::SequenceId;
 use crate::{Error, Result};
+use std::sync::Arc;
 
 /// What a [`Scheduler::reset_cache`] did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -110,6 +112,9 @@ impl Core {
                 Message::CloseSession(number) => self.kept.release_session(number),
             }
         }
+        for (id, reason) in std::mem::take(&mut self.late_ends) {
+            self.end_request(id, reason, inbox)?;
+        }
         Ok(())
     }
 
@@ -125,8 +130,10 @@ impl Core {
     fn end_request(&mut self, id: SequenceId, reason: FinishReason, inbox: &Inbox) -> Result<()> {
         if let Some(waiting) = self.queue.remove(id) {
             self.end_waiting(waiting, reason, inbox);
-        } else if let Some(paused) = self.paused.remove(&id) {
-            self.end_waiting(paused.waiting, reason, inbox);
+        } else if let Some(waiting) = self.take_paused(id) {
+            self.end_waiting(waiting, reason, inbox);
+        } else if self.is_carrier(id) {
+            self.end_carrier(id, reason, inbox);
         } else if let Some(i) = self.halted.iter().position(|halted| halted.sequence.id == id) {
             let mut sequence = self.halted.remove(i).sequence;
             let account = self.end_running(&mut sequence, reason, None, inbox)?;
@@ -135,12 +142,34 @@ impl Core {
             self.running[position].ending.get_or_insert(reason);
         } else if let Ok(position) = self.parked.binary_search_by_key(&id, |sequence| sequence.id) {
             self.parked[position].ending.get_or_insert(reason);
+        } else if let Some(branch) = self.take_carried(id) {
+            self.end_waiting(branch, reason, inbox);
         }
         Ok(())
     }
 
-    /// Ends a request that has been taken out of its queue.
-    pub(super) fn end_waiting(&mut self, waiting: WaitingRequest, reason: FinishReason, inbox: &Inbox) {
+    /// Ends those that a sequence carried which has failed, or fits no more.
+    pub(super) fn end_carried(
+        &mut self,
+        branches: Vec<WaitingRequest>,
+        reason: FinishReason,
+        detail: Option<&Arc<str>>,
+        inbox: &Inbox,
+    ) {
+        for branch in branches {
+            self.end_waiting(branch, reason, inbox);
+            if let Some(account) = self.ended.last_mut() {
+                account.detail = detail.cloned();
+            }
+        }
+    }
+
+    /// Ends a request that has been taken out of its queue, with all the branches in it.
+    pub(super) fn end_waiting(&mut self, mut waiting: WaitingRequest, reason: FinishReason, inbox: &Inbox) {
+        for branch in std::mem::take(&mut waiting.branches) {
+            self.end_waiting(branch, reason, inbox);
+        }
+        self.sets.leave(waiting.id);
         super::limits::leave_places(&waiting, &inbox.places);
         end_ids(inbox, waiting.id, waiting.request.n);
         inbox.forget_samples(waiting.id, waiting.progress.branch);
@@ -159,9 +188,12 @@ impl Core {
             return Ok(());
         }
         let mut ids = self.queue.ids();
-        ids.extend(self.paused.keys());
+        ids.extend(self.paused.values().flat_map(|paused| paused.waiting.ids()));
         ids.extend(self.halted.iter().map(|halted| halted.sequence.id));
         ids.extend(self.running.iter().chain(&self.parked).map(|sequence| sequence.id));
+        let halted = self.halted.iter().map(|halted| &halted.sequence);
+        let carried = self.running.iter().chain(&self.parked).chain(halted).flat_map(Sequence::branches);
+        ids.extend(carried.map(|branch| branch.id));
         ids.sort_unstable();
         for id in ids {
             self.end_request(id, FinishReason::Drained, inbox)?;
@@ -184,15 +216,21 @@ impl Core {
         }
         self.drain_inbox(inbox)?;
         let mut reset = CacheReset::default();
-        while let Some(mut sequence) = self.running.pop().or_else(|| self.parked.pop()) {
-            self.strip(&mut sequence)?;
-            let reason = sequence.ending;
-            let waiting = sequence.into_waiting(true);
-            match reason {
-                Some(reason) => self.end_waiting(waiting, reason, inbox),
-                None => self.queue.push(waiting),
+        while let Some(sequence) = self.running.pop().or_else(|| self.parked.pop()) {
+            let mut set = Vec::new();
+            for mut sequence in self.with_set(sequence) {
+                self.strip(&mut sequence)?;
+                let reason = sequence.ending;
+                let waiting = sequence.into_waiting(true);
+                reset.num_requeued += waiting.ids().count() as u32;
+                match reason {
+                    Some(reason) => self.end_waiting(waiting, reason, inbox),
+                    None => set.push(waiting),
+                }
             }
-            reset.num_requeued += 1;
+            if let Some(waiting) = WaitingRequest::gather(set) {
+                self.queue.push(waiting);
+            }
         }
         reset.num_requeued += self.force_out_all()?;
         self.kept.release_all();

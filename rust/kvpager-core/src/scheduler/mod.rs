@@ -9,6 +9,8 @@
 
 mod admit;
 mod batch;
+mod branch_sets;
+mod branches;
 mod commit;
 mod compartments;
 mod config;

@@ -18,7 +18,7 @@ impl Core {
         }
         let start = sequence.num_computed as usize;
         // The last token is always computed.
-        let end = (start + self.config.block_size as usize).min(sequence.tokens.len() - 1);
+        let end = (start + self.config.block_size as usize).min(sequence.num_common());
         let (true, Some(index), Some(pin)) = (sequence.request.partial, &self.index, &sequence.pin) else {
             return Ok(());
         };

@@ -25,27 +25,62 @@ pub(super) struct Halted {
 }
 
 impl Core {
-    /// Pauses a request. A running one is halted by the next step that may.
+    /// Pauses a request with all its branches. A running one is halted by the next step that may.
     pub(super) fn note_pause(&mut self, id: SequenceId) {
-        if let Some(waiting) = self.queue.remove(id) {
-            self.paused.insert(id, PausedRequest { waiting, since_step: self.last_step.0 });
-        } else if (self.position(id).is_some() || self.is_parked(id)) && !self.pausing.contains(&id) {
-            self.pausing.push(id);
+        if let Some(waiting) = self.queue.remove_set(id) {
+            self.paused.insert(waiting.id, PausedRequest { waiting, since_step: self.last_step.0 });
+            return;
+        }
+        for id in self.sets.members(id) {
+            if (self.position(id).is_some() || self.is_parked(id)) && !self.pausing.contains(&id) {
+                self.pausing.push(id);
+            }
         }
     }
 
     /// Goes on with a paused request where it stood.
     pub(super) fn note_resume(&mut self, id: SequenceId) {
-        self.pausing.retain(|&other| other != id);
+        let Self { pausing, sets, .. } = self;
+        pausing.retain(|&other| !sets.are_one(other, id));
         let step = self.last_step.0;
-        if let Some(PausedRequest { mut waiting, since_step }) = self.paused.remove(&id) {
-            waiting.progress.paused_steps += step - since_step;
+        if let Some(PausedRequest { mut waiting, since_step }) = self.remove_paused(id) {
+            for one in std::iter::once(&mut waiting.progress)
+                .chain(waiting.branches.iter_mut().map(|b| &mut b.progress))
+            {
+                one.paused_steps += step - since_step;
+            }
             self.queue.push(waiting);
-        } else if let Some(i) = self.halted.iter().position(|halted| halted.sequence.id == id) {
-            let Halted { mut sequence, since_step } = self.halted.remove(i);
-            sequence.progress.paused_steps += step - since_step;
+        }
+        for Halted { mut sequence, since_step } in self.take_halted(id) {
+            let paused_steps = step - since_step;
+            sequence.progress.paused_steps += paused_steps;
+            if let Some(special) = &mut sequence.special {
+                special.branches.iter_mut().for_each(|branch| branch.progress.paused_steps += paused_steps);
+            }
             self.insert_running(sequence);
         }
+    }
+
+    /// The paused request without blocks that an id is of.
+    fn remove_paused(&mut self, id: SequenceId) -> Option<PausedRequest> {
+        let key = self.sets.members(id).into_iter().find(|id| self.paused.contains_key(id))?;
+        self.paused.remove(&key)
+    }
+
+    /// Takes a paused request without blocks out, alone.
+    pub(super) fn take_paused(&mut self, id: SequenceId) -> Option<WaitingRequest> {
+        let PausedRequest { waiting, since_step } = self.remove_paused(id)?;
+        let (gone, rest) = waiting.take_out(id);
+        if let Some(waiting) = rest {
+            self.paused.insert(waiting.id, PausedRequest { waiting, since_step });
+        }
+        gone
+    }
+
+    /// Takes a paused sequence out, with the others of its set.
+    fn take_halted(&mut self, id: SequenceId) -> Vec<Halted> {
+        let Self { halted, sets, .. } = self;
+        halted.extract_if(.., |other| sets.are_one(other.sequence.id, id)).collect()
     }
 
     fn is_parked(&self, id: SequenceId) -> bool {
@@ -54,9 +89,16 @@ impl Core {
 
     /// Halts the running sequences that are to pause.
     pub(super) fn halt_paused(&mut self) {
-        for id in std::mem::take(&mut self.pausing) {
+        let pausing = std::mem::take(&mut self.pausing);
+        // A set is halted whole.
+        let waits = |&id: &SequenceId| match self.position(id) {
+            Some(position) => self.running[position].in_flight > 0,
+            None => self.is_parked(id),
+        };
+        let waiting: Vec<_> = pausing.iter().copied().filter(waits).collect();
+        for id in pausing {
             match self.position(id) {
-                Some(position) if self.running[position].in_flight > 0 => self.pausing.push(id),
+                Some(_) if waiting.iter().any(|&other| self.sets.are_one(other, id)) => self.pausing.push(id),
                 Some(position) if self.running[position].ending.is_none() => {
                     let sequence = self.running.remove(position);
                     self.halted.push(Halted { sequence, since_step: self.last_step.0 });
@@ -123,7 +165,7 @@ impl Core {
         Ok(())
     }
 
-    /// Takes the blocks of all paused requests; returns of how many.
+    /// Takes the blocks of all paused sequences; returns of how many.
     pub(super) fn force_out_all(&mut self) -> Result<u32> {
         let count = self.halted.len() as u32;
         while !self.halted.is_empty() {
@@ -133,11 +175,17 @@ impl Core {
     }
 
     fn force_out(&mut self, halted: usize) -> Result<()> {
-        let Halted { mut sequence, since_step } = self.halted.remove(halted);
-        self.strip(&mut sequence)?;
-        self.num_forced_out += 1;
-        let waiting = sequence.into_waiting(true);
-        self.paused.insert(waiting.id, PausedRequest { waiting, since_step });
+        let Halted { sequence, since_step } = &self.halted[halted];
+        let (id, since_step) = (sequence.id, *since_step);
+        let mut set = Vec::new();
+        for Halted { mut sequence, .. } in self.take_halted(id) {
+            self.strip(&mut sequence)?;
+            self.num_forced_out += 1;
+            set.push(sequence.into_waiting(true));
+        }
+        if let Some(waiting) = WaitingRequest::gather(set) {
+            self.paused.insert(waiting.id, PausedRequest { waiting, since_step });
+        }
         Ok(())
     }
 }

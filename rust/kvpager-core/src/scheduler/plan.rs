@@ -8,7 +8,7 @@ use super::open_steps::{OpenStep, PlannedRow};
 use super::phases::Phase;
 use super::queue::Queue;
 use super::sequence::Sequence;
-use crate::ids::StepId;
+use crate::ids::{SequenceId, StepId};
 use crate::{Error, Result};
 use std::sync::Arc;
 
@@ -88,6 +88,7 @@ impl Core {
         own.plans_ahead = !std::mem::take(&mut own.is_pressed);
         own.growth = None;
         self.return_parked(compartment)?;
+        self.split_sets(compartment)?;
         let num_prefills = self.plan_running(compartment, &mut budget)?;
         if num_prefills > 0 {
             self.plan_prefills(compartment, &mut budget)?;
@@ -156,10 +157,16 @@ impl Core {
         if !self.may_plan(sequence) {
             return Ok(false);
         }
-        if sequence.remaining() != 1 {
+        if sequence.remaining() != 1 || !sequence.branches().is_empty() {
             return Ok(true);
         }
         let id = sequence.id;
+        if sequence.is_branch {
+            if self.sets.is_branch(id) {
+                return self.plan_set(position, budget).map(|()| false);
+            }
+            self.running[position].is_branch = false;
+        }
         let left = (range_of(&self.running, compartment_of(id)).end - position - 1) as u32;
         let num_drafts = self.plan_drafts(position, *budget, left)?;
         if num_drafts > 0 || self.grow_or_preempt(position, 1)? {
@@ -168,6 +175,42 @@ impl Core {
             *budget -= 1 + num_drafts;
         }
         Ok(false)
+    }
+
+    /// Plans the next token of each branch of a set or of none: all must have computed what they know, and have room.
+    fn plan_set(&mut self, position: usize, budget: &mut u32) -> Result<()> {
+        let id = self.running[position].id;
+        let members = self.sets.members(id);
+        let is_ready = |&id: &SequenceId| {
+            self.position(id).is_some_and(|position| {
+                let branch = &self.running[position];
+                branch.remaining() == 1 && branch.branches().is_empty() && self.may_plan(branch)
+            })
+        };
+        if !members.iter().all(is_ready) || !self.sets.begin_plan(id, self.last_step) {
+            return Ok(());
+        }
+        let left = (range_of(&self.running, compartment_of(id)).end - position - 1) as u32;
+        let (before, mut fits) = (*budget, true);
+        for &id in &members {
+            // Also when it is known that not all fit: what each is short of is made at once.
+            let Some(position) = self.position(id) else { continue };
+            let num_drafts = self.plan_drafts(position, *budget, left)?;
+            if num_drafts > 0 || self.grow_or_preempt(position, 1)? {
+                let position = self.position_of(id, position);
+                self.running[position].num_planned = 1 + num_drafts;
+                *budget -= 1 + num_drafts;
+            } else {
+                fits = false;
+            }
+        }
+        if !fits {
+            *budget = before;
+            for position in members.iter().filter_map(|&id| self.position(id)).collect::<Vec<_>>() {
+                self.running[position].num_planned = 0;
+            }
+        }
+        Ok(())
     }
 
     /// Whether a sequence may be in this step too, whatever of it is in flight.
@@ -189,7 +232,7 @@ impl Core {
         let sequence = &self.running[position];
         let limit = if self.config.max_prefill_chunk == 0 { u32::MAX } else { self.config.max_prefill_chunk };
         let room = self.promised_end(sequence).saturating_sub(sequence.frontier());
-        let num_tokens = sequence.remaining().min(*budget).min(limit).min(room);
+        let num_tokens = self.next_tokens(sequence).min(*budget).min(limit).min(room);
         let end = sequence.frontier() + num_tokens;
         let id = sequence.id;
         if num_tokens > 0 && (self.grow(position, end)?.is_ok() || self.force_chunk(position, num_tokens)?) {
@@ -204,11 +247,23 @@ impl Core {
         Ok(())
     }
 
+    /// Tokens of a sequence that a chunk may have: of a branch that carries others, what they have in common, and of each
+    /// branch all but the last one, which those of a set compute together.
+    fn next_tokens(&self, sequence: &Sequence) -> u32 {
+        if !sequence.branches().is_empty() {
+            (sequence.num_common() as u32).saturating_sub(sequence.frontier())
+        } else if sequence.is_branch && self.sets.is_branch(sequence.id) {
+            sequence.remaining() - 1
+        } else {
+            sequence.remaining()
+        }
+    }
+
     /// Takes from others what a chunk needs for which no room was found, if it is of the oldest sequence, which always
     /// gets on: one that came back from the host within its prompt has no promise for the rest of it.
     fn force_chunk(&mut self, position: usize, num_tokens: u32) -> Result<bool> {
         let id = self.running[position].id;
-        Ok(self.oldest(compartment_of(id)) == Some(id) && self.grow_or_preempt(position, num_tokens)?)
+        Ok(self.is_oldest(id) && self.grow_or_preempt(position, num_tokens)?)
     }
 
     /// Writes the batch: decodes first, then prefill chunks and sequences with drafts.

@@ -11,12 +11,13 @@
 use super::compartments::{Coming, compartment_of, range_of};
 use super::core::Core;
 use super::host_tier::Overflow;
-use super::request::FinishReason;
+use super::request::{FinishReason, WaitingRequest};
 use super::scopes::TenantScope;
 use super::sequence::Sequence;
 use super::swap::MIN_TAIL_BLOCKS;
 use crate::ids::{AccountId, SequenceId, StepId};
 use crate::{Error, Result};
+use hashbrown::HashSet;
 use std::sync::Arc;
 
 /// Who needs room, and what is short.
@@ -74,7 +75,9 @@ impl Core {
             let sequence = &self.running[position];
             let tenant = &sequence.request.tenant;
             let columns = self.config.blocks_for(end).saturating_sub(sequence.blocks.len() as u32);
-            let missing = columns * self.config.layer_groups.len() as u32;
+            // The copy of a shared last block needs one too.
+            let copy = u32::from(sequence.shares_tail());
+            let missing = (columns * self.config.layer_groups.len() as u32 + copy).max(1);
             let asker = Asker {
                 id,
                 tenant: tenant.index,
@@ -91,7 +94,9 @@ impl Core {
                 Room::None => {
                     let sequence = &mut self.running[position];
                     let account = sequence.request.tenant.account;
-                    if self.config.grown_blocks(end) > self.pool.reachable(account)? {
+                    if self.sets.is_branch(id) {
+                        self.end_set_beyond_reach(id)?;
+                    } else if self.config.grown_blocks(end) > self.pool.reachable(account)? {
                         sequence.ending = Some(FinishReason::Capacity);
                     }
                     return Ok(false);
@@ -129,7 +134,8 @@ impl Core {
                 return Ok(answer);
             };
             let sequence = self.of(victim);
-            let (id, account, held) = (sequence.id, sequence.request.tenant.account, sequence.num_held());
+            let (id, account) = (sequence.id, sequence.request.tenant.account);
+            let held = self.num_held_by_set(sequence);
             self.drop_victim(victim)?;
             match newest {
                 // An open step may read what it had.
@@ -146,11 +152,12 @@ impl Core {
     /// Whether somebody is no victim only because of what is in flight.
     fn has_victim_in_flight(&self, asker: &Asker<'_>) -> bool {
         let compartment = compartment_of(asker.id);
-        let forced = self.oldest(compartment) == Some(asker.id);
+        let forced = self.is_oldest(asker.id);
         let is_due =
             |other: &Sequence| asker.residency.is_none_or(|seconds| self.now - other.resumed_at >= seconds);
         let may_give = |other: &Sequence| {
-            other.in_flight > 0 && other.id != asker.id && (forced || other.has_sampled && is_due(other))
+            let is_own = self.sets.are_one(other.id, asker.id);
+            other.in_flight > 0 && !is_own && (forced || other.has_sampled && is_due(other))
         };
         self.running_of(compartment).iter().any(may_give)
     }
@@ -195,22 +202,33 @@ impl Core {
     fn victim(&self, asker: &Asker<'_>, swaps: bool) -> Result<Option<Victim>> {
         let compartment = compartment_of(asker.id);
         let oldest = self.oldest(compartment);
-        let forced = oldest == Some(asker.id);
+        let forced = self.is_oldest(asker.id);
         let spared = [Some(asker.id), oldest, self.compartments[compartment].called.filter(|_| !forced)];
+        let is_spared = |id| spared.iter().flatten().any(|&spared| self.sets.are_one(spared, id));
+        let age = self.sets.eldest(asker.id);
+        let may_give = |sequence: &Sequence| {
+            let is_due = asker.residency.is_none_or(|seconds| self.now - sequence.resumed_at >= seconds);
+            let is_younger = || self.sets.eldest(sequence.id) > age;
+            let eligible = forced || sequence.has_sampled && is_due && (swaps || is_younger());
+            let is_planned = sequence.num_planned > 0 && sequence.special.is_some();
+            eligible && sequence.in_flight == 0 && !is_planned && !self.has_moved(sequence)
+        };
         let mut best: Option<(Rank, Victim)> = None;
         for position in range_of(&self.running, compartment) {
             let sequence = &self.running[position];
-            let is_due = asker.residency.is_none_or(|seconds| self.now - sequence.resumed_at >= seconds);
-            let eligible = forced || sequence.has_sampled && is_due && (swaps || sequence.id > asker.id);
-            let is_planned = sequence.num_planned > 0 && sequence.is_special();
-            let is_idle = sequence.in_flight == 0 && !is_planned && !self.has_moved(sequence);
-            if eligible && is_idle && !spared.contains(&Some(sequence.id)) {
+            let gives = if sequence.is_branch {
+                // A set gives as a whole, and everything.
+                !swaps && self.leads(sequence) && self.running_set(sequence).all(may_give)
+            } else {
+                may_give(sequence)
+            };
+            if gives && !is_spared(sequence.id) {
                 self.consider(Victim::Running(position), asker, swaps, &mut best)?;
             }
         }
         for position in range_of(&self.parked, compartment) {
             let sequence = &self.parked[position];
-            if sequence.num_held() > 0 && !spared.contains(&Some(sequence.id)) {
+            if sequence.num_held() > 0 && !is_spared(sequence.id) {
                 self.consider(Victim::Parked(position), asker, swaps, &mut best)?;
             }
         }
@@ -230,7 +248,7 @@ impl Core {
         let above = if tenant.index == asker.tenant {
             u64::MAX
         } else {
-            let forced = self.oldest(compartment_of(asker.id)) == Some(asker.id);
+            let forced = self.is_oldest(asker.id);
             let is_protected = !forced && self.is_oldest_of_tenant(sequence);
             // Its guests may wait for what it has: the oldest gets on.
             let is_theirs = matches!(asker.short, Error::OverQuota { .. }) && !(forced && asker.has_guests);
@@ -242,7 +260,7 @@ impl Core {
         };
         let was_victim = sequence.progress.preemptions > 0;
         let rested = self.now - sequence.resumed_at >= 0.5;
-        let merit = if swaps { sequence.num_held() as u64 } else { sequence.id.0 };
+        let merit = if swaps { sequence.num_held() as u64 } else { self.sets.eldest(sequence.id).0 };
         let rank = (above, sequence.parked.is_some(), swaps && rested, swaps && was_victim, merit);
         if above > 0 && best.is_none_or(|(most, _)| rank > most) {
             *best = Some((rank, victim));
@@ -261,6 +279,32 @@ impl Core {
     pub(super) fn oldest(&self, compartment: usize) -> Option<SequenceId> {
         let ids = [self.running_of(compartment).first(), self.parked_of(compartment).first()];
         ids.into_iter().flatten().map(|sequence| sequence.id).min()
+    }
+
+    /// Whether a sequence, or a branch of its set, is the oldest of its compartment that has blocks.
+    pub(super) fn is_oldest(&self, id: SequenceId) -> bool {
+        self.oldest(compartment_of(id)).is_some_and(|oldest| self.sets.are_one(oldest, id))
+    }
+
+    /// The running sequences of a set.
+    pub(super) fn running_set(&self, sequence: &Sequence) -> impl Iterator<Item = &Sequence> {
+        let members = self.sets.members(sequence.id).into_iter();
+        members.filter_map(|id| self.position(id)).map(|position| &self.running[position])
+    }
+
+    /// Whether a running sequence is the first of its set.
+    pub(super) fn leads(&self, sequence: &Sequence) -> bool {
+        self.running_set(sequence).next().is_some_and(|first| first.id == sequence.id)
+    }
+
+    /// Blocks that a sequence holds with the others of its set, each counted once.
+    pub(super) fn num_held_by_set(&self, sequence: &Sequence) -> usize {
+        if !self.sets.is_branch(sequence.id) {
+            return sequence.num_held();
+        }
+        let blocks: HashSet<_, foldhash::fast::RandomState> =
+            self.running_set(sequence).flat_map(|branch| branch.blocks.iter().copied()).collect();
+        blocks.len()
     }
 
     fn is_oldest_of_tenant(&self, sequence: &Sequence) -> bool {
@@ -294,13 +338,14 @@ impl Core {
         self.drop_victim(Victim::Running(position))
     }
 
-    /// Takes everything from a victim.
+    /// Takes everything from a victim, and from the others of its set.
     fn drop_victim(&mut self, victim: Victim) -> Result<()> {
-        let mut sequence = self.remove(victim);
+        let sequence = self.remove(victim);
+        let mut set = self.with_set(sequence);
         if self.config.overflow == Overflow::Refuse {
-            sequence.ending = Some(FinishReason::Capacity);
+            set.iter_mut().for_each(|sequence| sequence.ending = Some(FinishReason::Capacity));
         }
-        self.preempt(sequence)
+        self.preempt_all(set)
     }
 
     /// Whether moving the tail out and back costs less than computing the victim again.
@@ -340,20 +385,57 @@ impl Core {
         Ok(left.is_some())
     }
 
-    /// Takes everything from a sequence; it goes back to its place in the queue with its tokens, or ends. What is
-    /// cached of it may be matched again when it resumes.
-    pub(super) fn preempt(&mut self, mut sequence: Sequence) -> Result<()> {
-        if let Some(reason) = sequence.ending {
-            self.refused.extend((0..u64::from(sequence.request.n)).map(|i| SequenceId(sequence.id.0 + i)));
-            self.deadlines.remove(sequence.id, sequence.request.deadline, sequence.progress.arrival());
-            self.ended.push(sequence.account(reason, None));
-            return self.strip(&mut sequence);
+    /// A sequence, and the others of its set that have not ended, out of where they ran.
+    pub(super) fn with_set(&mut self, sequence: Sequence) -> Vec<Sequence> {
+        let id = sequence.id;
+        let mut set = vec![sequence];
+        if set[0].is_branch {
+            let Self { running, parked, sets, .. } = self;
+            let is_other = |other: &mut Sequence| other.ending.is_none() && sets.are_one(other.id, id);
+            set.extend(running.extract_if(.., is_other).chain(parked.extract_if(.., is_other)));
         }
-        let was_parked = sequence.parked.is_some();
-        self.num_preemptions += u64::from(!was_parked);
-        self.strip(&mut sequence)?;
-        self.queue.push(sequence.into_waiting(!was_parked));
+        // What this step had planned of them does not run.
+        set.iter_mut().for_each(|sequence| sequence.num_planned = 0);
+        set
+    }
+
+    /// Takes everything from a sequence and the others of its set; they go back to their place in the queue with their
+    /// tokens, as one, or end. What is cached of them may be matched again when they resume.
+    pub(super) fn preempt(&mut self, sequence: Sequence) -> Result<()> {
+        let set = self.with_set(sequence);
+        self.preempt_all(set)
+    }
+
+    fn preempt_all(&mut self, set: Vec<Sequence>) -> Result<()> {
+        let mut waiting = Vec::new();
+        for mut sequence in set {
+            if let Some(reason) = sequence.ending {
+                let branches = self.take_branches(&mut sequence);
+                branches.into_iter().for_each(|branch| self.refuse_branch(branch, reason));
+                self.refused
+                    .extend((0..u64::from(sequence.request.n)).map(|i| SequenceId(sequence.id.0 + i)));
+                self.deadlines.remove(sequence.id, sequence.request.deadline, sequence.progress.arrival());
+                self.sets.leave(sequence.id);
+                self.ended.push(sequence.account(reason, None));
+                self.strip(&mut sequence)?;
+                continue;
+            }
+            let was_parked = sequence.parked.is_some();
+            self.num_preemptions += u64::from(!was_parked);
+            self.strip(&mut sequence)?;
+            waiting.push(sequence.into_waiting(!was_parked));
+        }
+        if let Some(waiting) = WaitingRequest::gather(waiting) {
+            self.queue.push(waiting);
+        }
         Ok(())
+    }
+
+    fn refuse_branch(&mut self, branch: WaitingRequest, reason: FinishReason) {
+        self.refused.push(branch.id);
+        self.deadlines.remove(branch.id, branch.request.deadline, branch.progress.arrival());
+        self.sets.leave(branch.id);
+        self.ended.push(branch.account(reason, self.last_step.0));
     }
 
     /// Takes row and blocks, here and on the host, from a sequence that is out of where it ran.

@@ -102,8 +102,13 @@ impl Queue {
                 queue.service = queue.service.max(floor);
             }
         }
+        self.insert(waiting);
+    }
+
+    fn insert(&mut self, waiting: WaitingRequest) {
+        let index = waiting.request.tenant.index;
         let place = self.place_of(&waiting);
-        self.places.insert(waiting.id, (index, place));
+        self.places.extend(waiting.ids().map(|id| (id, (index, place))));
         let queue = &mut self.tenants[index];
         if queue.waiting.first_key_value().is_none_or(|(head, _)| place < *head) {
             queue.look_again();
@@ -111,12 +116,30 @@ impl Queue {
         queue.waiting.insert(place, waiting);
     }
 
-    /// Takes a waiting request out, wherever it stands.
+    /// Takes a waiting request out, wherever it stands; the other branches of its set stay.
     pub(super) fn remove(&mut self, id: SequenceId) -> Option<WaitingRequest> {
-        let (index, place) = self.places.remove(&id)?;
+        let (gone, rest) = self.remove_set(id)?.take_out(id);
+        if let Some(rest) = rest {
+            self.insert(rest);
+        }
+        gone
+    }
+
+    /// Who stands in the queue for a request that waits: the eldest branch of its set.
+    pub(super) fn entry_of(&self, id: SequenceId) -> Option<SequenceId> {
+        self.places.get(&id).map(|(_, place)| place.1)
+    }
+
+    /// Takes a waiting request out with all its branches.
+    pub(super) fn remove_set(&mut self, id: SequenceId) -> Option<WaitingRequest> {
+        let (index, place) = *self.places.get(&id)?;
         let queue = &mut self.tenants[index];
         queue.look_again();
-        queue.waiting.remove(&place)
+        let waiting = queue.waiting.remove(&place)?;
+        waiting.ids().for_each(|id| {
+            self.places.remove(&id);
+        });
+        Some(waiting)
     }
 
     /// Ids of all waiting requests.
@@ -177,7 +200,9 @@ impl Queue {
         if is_head {
             queue.look_again();
         }
-        self.places.remove(&waiting.id);
+        waiting.ids().for_each(|id| {
+            self.places.remove(&id);
+        });
         Some(waiting)
     }
 

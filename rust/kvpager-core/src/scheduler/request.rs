@@ -237,12 +237,14 @@ pub(super) struct WaitingRequest {
     pub(super) bypassed: u32,
     /// Step and time at which it first did not fit as the head.
     pub(super) blocked_since: Option<(u64, f64)>,
+    /// The younger branches of its set, with which it comes back.
+    pub(super) branches: Vec<WaitingRequest>,
 }
 
 impl WaitingRequest {
     pub(super) fn new(id: SequenceId, request: Request) -> Self {
         let progress = Progress { prompt_tokens: request.prompt.len() as u32, ..Progress::default() };
-        Self { id, request, progress, bypassed: 0, blocked_since: None }
+        Self { id, request, progress, bypassed: 0, blocked_since: None, branches: Vec::new() }
     }
 
     /// Tokens sampled before a preemption.

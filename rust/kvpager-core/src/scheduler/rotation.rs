@@ -87,7 +87,7 @@ impl Core {
             let need = self.blocks_to_return(sequence);
             let room = self.room_of(compartment)?;
             let called = self.compartments[compartment].called;
-            let first = self.oldest(compartment) == Some(id) || called == Some(id);
+            let first = self.is_oldest(id) || called == Some(id);
             let is_due = first || (called.is_none() && self.is_due(position) && self.pay(position, need));
             let slack = if is_due { 0 } else { owed + return_slack(room) };
             let mut short = Error::OutOfBlocks { needed: need.into(), available: 0, capacity: 0 };

@@ -63,11 +63,11 @@ pub(super) fn check_samples(
 impl Scheduler {
     /// Lets beams go on from each other: sequence `sequences[i]` takes over what sequence `parents[i]` has computed and
     /// goes on with `tokens[i]`, which replaces the token that `commit` brought last. Blocks are shared, nothing is
-    /// computed again. Between two steps only, for sequences of one length and tenant.
+    /// computed again. Between two steps only, for branches of one request and length.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for arrays of different lengths, a sequence that is named twice, or ones that differ
-    /// in length or limits; [`Error::WrongState`] if a step is open or one of them does not run, or has more than one
+    /// [`Error::InvalidArgument`] for arrays of different lengths, a sequence that is named twice, ones that are not
+    /// branches of one request, or that differ in length; [`Error::WrongState`] if a step is open or one of them does not run, or has more than one
     /// token to compute. Nothing has changed then.
     pub fn reorder(&self, sequences: &[SequenceId], parents: &[SequenceId], tokens: &[i32]) -> Result<()> {
         if sequences.len() != parents.len() || sequences.len() != tokens.len() {
@@ -131,8 +131,10 @@ impl Core {
             child.progress.queue_steps = queue_steps;
             child.progress.branch = i as u32;
             child.ending = child.push_token(token as u32);
+            self.sets.join(id, first);
             self.insert_running(child);
             position = self.position(first).unwrap_or(position);
+            self.running[position].is_branch = true;
         }
         if shared > 0 {
             self.note_shared(position, shared as u32, is_partial);
@@ -243,11 +245,13 @@ impl Core {
             let position = self.position(id);
             let ready = |&position: &usize| {
                 let sequence = &self.running[position];
-                sequence.ending.is_none() && sequence.remaining() == 1
+                // Before its samples or branches have split off, a token of it would be one of its prompt.
+                let has_token = sequence.num_outputs() > 0 && sequence.num_unsplit() == 0;
+                sequence.ending.is_none() && sequence.remaining() == 1 && has_token
             };
             position.filter(ready).ok_or_else(|| {
                 Error::WrongState(format!(
-                    "sequence {id} does not run, or has more than one token to compute"
+                    "sequence {id} does not run, has no token yet, or more than one to compute"
                 ))
             })
         };
@@ -259,18 +263,21 @@ impl Core {
             }
         }
         let Some(&first) = beams.first() else { return Ok((beams, from)) };
-        let differs = |&position: &usize| {
-            let (one, other) = (&self.running[first], &self.running[position]);
-            let (asked, wanted) = (&one.request, &other.request);
-            one.num_computed != other.num_computed
-                || one.progress.prompt_tokens != other.progress.prompt_tokens
-                || (asked.tenant.index, asked.max_tokens) != (wanted.tenant.index, wanted.max_tokens)
-                || (asked.reuse, &asked.salt, &asked.items) != (wanted.reuse, &wanted.salt, &wanted.items)
-        };
-        if beams.iter().chain(&from).any(differs) {
-            return Err(Error::invalid(
-                "the sequences differ in tenant, salt, prompt, limit or tokens computed",
-            ));
+        let id = self.running[first].id;
+        let mut all = beams.iter().chain(&from).map(|&position| &self.running[position]);
+        if let Some(other) = all.find(|other| !self.sets.are_one(other.id, id)) {
+            return Err(Error::invalid(format!(
+                "sequences {id} and {} are not branches of one request",
+                other.id
+            )));
+        }
+        let length = self.running[first].num_computed;
+        let mut all = beams.iter().chain(&from).map(|&position| &self.running[position]);
+        if let Some(other) = all.find(|other| other.num_computed != length) {
+            return Err(Error::invalid(format!(
+                "sequence {id} has computed {length} tokens, sequence {} has computed {}: beams are of one length",
+                other.id, other.num_computed
+            )));
         }
         Ok((beams, from))
     }

@@ -63,6 +63,8 @@ pub(super) struct Sequence {
     pub(super) progress: Progress,
     /// Leading blocks that other sequences may have as well, without the index.
     pub(super) num_shared: u32,
+    /// Whether it may be a branch of a set.
+    pub(super) is_branch: bool,
     /// What few sequences have.
     pub(super) special: Option<Box<Special>>,
 }
@@ -105,6 +107,7 @@ impl Sequence {
             has_sampled: false,
             progress: Progress::NONE,
             num_shared: 0,
+            is_branch: false,
             special: None,
         }
     }
@@ -126,7 +129,7 @@ impl Sequence {
 
     /// Whether planning has to look closer.
     pub(super) const fn is_special(&self) -> bool {
-        self.in_flight > 0 || self.special.is_some()
+        self.in_flight > 0 || self.is_branch || self.special.is_some()
     }
 
     /// Whether the step that is being planned computes its last token, so that the next one is sampled.
@@ -211,14 +214,15 @@ impl Sequence {
         account(self.id, &self.request.tenant, self.progress, numbers, reason, detail)
     }
 
-    /// The request that goes back to the queue with all its tokens; the blocks are released by then.
-    /// It counts as one more preemption unless its tail had been taken back before.
+    /// The request that goes back to the queue with all its tokens, and with the branches that it carries; the blocks are
+    /// released by then. It counts as one more preemption unless its tail had been taken back before.
     pub(super) fn into_waiting(self, is_new: bool) -> WaitingRequest {
         let mut progress = self.progress;
         progress.preemptions += u64::from(is_new);
         progress.lost_tokens = self.num_computed;
         let mut request = self.request;
         request.prompt = self.tokens;
-        WaitingRequest { id: self.id, request, progress, bypassed: 0, blocked_since: None }
+        let branches = self.special.map_or(Vec::new(), |special| special.branches);
+        WaitingRequest { id: self.id, request, progress, bypassed: 0, blocked_since: None, branches }
     }
 }

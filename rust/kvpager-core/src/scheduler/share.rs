@@ -58,8 +58,8 @@ impl Core {
         let sequence = &self.running[position];
         let num_blocks = (sequence.num_computed / self.config.block_size) as usize;
         let waited = sequence.progress.share_waits;
-        let waits =
-            self.should_wait(sequence.pin.as_ref(), &sequence.request, &sequence.tokens, num_blocks, waited);
+        let tokens = &sequence.tokens[..=sequence.num_common()];
+        let waits = self.should_wait(sequence.pin.as_ref(), &sequence.request, tokens, num_blocks, waited);
         self.running[position].progress.share_waits += u32::from(waits);
         Ok(waits)
     }
@@ -71,7 +71,7 @@ impl Core {
         let (Some(index), Some(pin)) = (&self.index, &sequence.pin) else { return Ok(()) };
         let have = sequence.num_indexed as usize;
         let next = have * block_size..(have + 1) * block_size;
-        let is_behind = sequence.num_computed as usize >= next.end || next.end >= sequence.tokens.len();
+        let is_behind = sequence.num_computed as usize >= next.end || next.end > sequence.num_common();
         if is_behind {
             return Ok(());
         }
@@ -80,7 +80,7 @@ impl Core {
             return Ok(());
         }
         self.scratch.clear();
-        let tokens = &sequence.tokens[..sequence.tokens.len() - 1];
+        let tokens = &sequence.tokens[..sequence.num_common()];
         let found = match find(index, &sequence.request, Reach::All, tokens, &mut self.scratch) {
             Ok(Some(found)) => found,
             Ok(None) | Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. } | Error::Refused { .. }) => {

@@ -1,5 +1,7 @@
 //! What few sequences have; the others pay a null pointer for it.
 
+use super::request::WaitingRequest;
+
 /// See the fields.
 #[derive(Debug, Default)]
 pub(super) struct Special {
@@ -7,8 +9,12 @@ pub(super) struct Special {
     pub(super) drafts: Vec<u32>,
     /// Its last, partly filled block may be shared with other sequences: its first write copies it.
     pub(super) shares_tail: bool,
-    /// It becomes several samples when its prompt is computed.
+    /// It becomes several sequences when its prompt, or what the branches in it have in common, is computed.
     pub(super) is_unforked: bool,
+    /// The other branches of a set that comes back, in no order.
+    pub(super) branches: Vec<WaitingRequest>,
+    /// How many leading tokens they and it have in common, in whole blocks.
+    pub(super) split_at: u32,
 }
 
 impl Special {

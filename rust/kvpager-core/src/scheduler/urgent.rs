@@ -25,6 +25,7 @@ impl Core {
         }
         let priority = waiting.request.priority;
         let oldest = self.oldest(waiting.request.tenant.compartment);
+        // A set gives way as a whole.
         let is_lower = |sequence: &Sequence| {
             let request = &sequence.request;
             request.tenant.index == tenant
@@ -33,14 +34,20 @@ impl Core {
                 && sequence.has_sampled
                 && sequence.special.is_none()
                 && sequence.ending.is_none()
-                && oldest != Some(sequence.id)
+                && !oldest.is_some_and(|oldest| self.sets.are_one(oldest, sequence.id))
                 && !self.has_moved(sequence)
         };
         let compartment = waiting.request.tenant.compartment;
-        let lower = self.running_of(compartment).iter().filter(|sequence| is_lower(sequence));
+        let gives = |sequence: &&Sequence| {
+            let of_set = || self.leads(sequence) && self.running_set(sequence).all(is_lower);
+            if sequence.is_branch { of_set() } else { is_lower(sequence) }
+        };
+        let lower = self.running_of(compartment).iter().filter(gives);
         let (mut blocks, mut victim) = (0, None);
         for sequence in lower {
-            blocks += sequence.num_held() as u64 + u64::from(sequence.reservation.num_blocks());
+            let promised =
+                self.running_set(sequence).map(|branch| u64::from(branch.reservation.num_blocks()));
+            blocks += self.num_held_by_set(sequence) as u64 + promised.sum::<u64>();
             victim = victim.max(Some((sequence.request.priority, sequence.id)));
         }
         let Some((_, id)) = victim.filter(|_| blocks >= missing) else { return Ok(false) };

@@ -527,6 +527,7 @@ impl Engine {
 
     pub fn check(&self) {
         self.pool.check_invariants().unwrap();
+        self.scheduler.check_invariants().unwrap();
         if let Some(host) = self.scheduler.host_pool() {
             host.check_invariants().unwrap();
         }

@@ -1,0 +1,426 @@
+//! How a branch set waits, and how it comes back: as one request.
+//!
+//! A set that was taken back is one entry of the queue, its eldest branch with the others inside. It is promised what all
+//! of them need, in one operation, and gets a place for each. Then it is one sequence, which computes what all branches
+//! have in common, in whole blocks, and *carries* the others. When that is done, it splits: branches that go on alike
+//! stay together, as a smaller set that one of them carries, the others compute what is their own. So whatever several
+//! branches have in common is computed once and stored once.
+
+use super::Scheduler;
+use super::compartments::{compartment_of, range_of};
+use super::config::SchedulerConfig;
+use super::core::Core;
+use super::inbox::Inbox;
+use super::open_steps::OpenStep;
+use super::policy::AdmissionRequest;
+use super::request::{FinishReason, Request, WaitingRequest};
+use super::samples;
+use super::sequence::Sequence;
+use crate::ids::SequenceId;
+use crate::{Error, Result};
+use hashbrown::HashSet;
+
+/// A branch as far as its blocks are concerned.
+#[derive(Clone, Copy)]
+pub(super) struct Known<'a> {
+    pub(super) tokens: &'a [u32],
+    pub(super) prompt_tokens: u32,
+    pub(super) request: &'a Request,
+}
+
+impl<'a> Known<'a> {
+    pub(super) fn of_waiting(waiting: &'a WaitingRequest) -> Self {
+        let (tokens, request) = (&waiting.request.prompt, &waiting.request);
+        Self { tokens, prompt_tokens: waiting.progress.prompt_tokens, request }
+    }
+
+    pub(super) fn of_sequence(sequence: &'a Sequence) -> Self {
+        let (tokens, request) = (&sequence.tokens, &sequence.request);
+        Self { tokens, prompt_tokens: sequence.progress.prompt_tokens, request }
+    }
+
+    pub(super) const fn asked(self, pinned_blocks: u32) -> AdmissionRequest {
+        AdmissionRequest {
+            prompt_tokens: self.prompt_tokens,
+            known_tokens: self.tokens.len() as u32,
+            max_tokens: self.request.max_tokens,
+            pinned_blocks,
+        }
+    }
+}
+
+/// Whole blocks at the head of both that each can share: the last known token of either is always computed.
+fn common_blocks(a: &[u32], b: &[u32], block_size: u32) -> u32 {
+    let most = a.len().min(b.len()).saturating_sub(1);
+    let equal = a.iter().zip(b).take(most).take_while(|(a, b)| a == b).count();
+    equal as u32 / block_size
+}
+
+/// Blocks of branches together, `blocks_of` one by itself: what they have in common counts once. In order of their tokens
+/// each has most in common with the one before.
+pub(super) fn blocks_of_set(
+    config: &SchedulerConfig,
+    mut branches: Vec<Known<'_>>,
+    blocks_of: impl Fn(Known<'_>) -> u32,
+) -> u32 {
+    branches.sort_unstable_by_key(|branch| branch.tokens);
+    let shared = branches
+        .windows(2)
+        .map(|pair| common_blocks(pair[0].tokens, pair[1].tokens, config.block_size))
+        .sum::<u32>();
+    branches.into_iter().map(blocks_of).sum::<u32>() - shared
+}
+
+impl WaitingRequest {
+    /// One entry of the queue of what waits; `None` of nothing.
+    pub(super) fn gather(waiting: Vec<Self>) -> Option<Self> {
+        let mut all = Vec::with_capacity(waiting.len());
+        for mut one in waiting {
+            all.append(&mut one.branches);
+            all.push(one);
+        }
+        all.sort_unstable_by_key(|one| one.id);
+        let mut all = all.into_iter();
+        let mut eldest = all.next()?;
+        eldest.branches = all.collect();
+        Some(eldest)
+    }
+
+    /// Takes one branch out: it, and what is left.
+    pub(super) fn take_out(mut self, id: SequenceId) -> (Option<Self>, Option<Self>) {
+        let since = (self.bypassed, self.blocked_since);
+        let mut all = std::mem::take(&mut self.branches);
+        all.push(self);
+        let gone = all.iter().position(|one| one.id == id).map(|place| all.swap_remove(place));
+        let mut rest = Self::gather(all);
+        if let Some(rest) = &mut rest {
+            (rest.bypassed, rest.blocked_since) = since;
+        }
+        (gone, rest)
+    }
+
+    /// The eldest, then the others.
+    pub(super) fn ids(&self) -> impl Iterator<Item = SequenceId> {
+        std::iter::once(self.id).chain(self.branches.iter().map(|branch| branch.id))
+    }
+
+    /// Sequences that it becomes.
+    pub(super) fn num_sequences(&self) -> u32 {
+        self.request.n + self.branches.len() as u32
+    }
+
+    pub(super) fn known(&self) -> Vec<Known<'_>> {
+        std::iter::once(self).chain(&self.branches).map(Known::of_waiting).collect()
+    }
+
+    /// Leading tokens that may come from elsewhere: all that its branches have in common. The last one is always computed.
+    pub(super) fn num_common(&self, block_size: u32) -> u32 {
+        num_common(&self.request.prompt, &self.branches, block_size)
+    }
+
+    /// Blocks that it is promised if its first `num_found` are there.
+    pub(super) fn blocks_to_promise(&self, config: &SchedulerConfig, num_found: u32) -> u32 {
+        let num_found = num_found.min(self.num_common(config.block_size) / config.block_size);
+        let of = |known: Known<'_>| config.policy.blocks_to_reserve(config, known.asked(0));
+        let samples = samples::extra_blocks(config, &self.request, self.progress.prompt_tokens);
+        blocks_of_set(config, self.known(), of) + samples - num_found
+    }
+
+    /// Blocks that it has at once at most.
+    pub(super) fn lifetime_blocks(&self, config: &SchedulerConfig) -> u32 {
+        blocks_of_set(config, self.known(), |known| life_of(config, known))
+    }
+}
+
+/// Blocks of a branch over its life.
+pub(super) fn life_of(config: &SchedulerConfig, known: Known<'_>) -> u32 {
+    config.lifetime_blocks(known.prompt_tokens, known.request.max_tokens)
+}
+
+fn num_common(tokens: &[u32], branches: &[WaitingRequest], block_size: u32) -> u32 {
+    let common = branches.iter().map(|branch| common_blocks(tokens, &branch.request.prompt, block_size));
+    common.min().map_or(tokens.len() as u32 - 1, |blocks| blocks * block_size)
+}
+
+impl Sequence {
+    /// Branches that it carries until what they have in common is computed.
+    pub(super) fn branches(&self) -> &[WaitingRequest] {
+        self.special.as_ref().map_or(&[], |special| &special.branches)
+    }
+
+    /// Places that are taken for it besides its own.
+    pub(super) fn num_unsplit(&self) -> u32 {
+        self.request.n - 1 + self.branches().len() as u32
+    }
+
+    /// It, then the branches that it carries.
+    pub(super) fn known(&self) -> Vec<Known<'_>> {
+        let carried = self.branches().iter().map(Known::of_waiting);
+        std::iter::once(Known::of_sequence(self)).chain(carried).collect()
+    }
+
+    /// Leading tokens of it that others may have computed.
+    pub(super) fn num_common(&self) -> usize {
+        match &self.special {
+            Some(special) if !special.branches.is_empty() => special.split_at as usize,
+            _ => self.tokens.len() - 1,
+        }
+    }
+
+    /// Gives it branches to carry.
+    pub(super) fn carry(&mut self, branches: Vec<WaitingRequest>, block_size: u32) {
+        let split_at = num_common(&self.tokens, &branches, block_size);
+        let is_unforked = self.request.n > 1 || !branches.is_empty();
+        let special = self.special_mut();
+        (special.is_unforked, special.split_at, special.branches) = (is_unforked, split_at, branches);
+        self.drop_special();
+    }
+
+    fn splits(&self) -> bool {
+        let is_ready = || self.in_flight == 0 && self.num_computed as usize >= self.num_common();
+        !self.branches().is_empty() && self.ending.is_none() && is_ready()
+    }
+}
+
+impl Scheduler {
+    /// Checks that no branch set is torn: its branches run, are on the host, wait or are paused together.
+    ///
+    /// # Errors
+    /// [`Error::WrongState`] that names a set that is, or if another thread is in the scheduler.
+    pub fn check_invariants(&self) -> Result<()> {
+        self.enter()?.check_sets()
+    }
+}
+
+impl Core {
+    fn check_sets(&self) -> Result<()> {
+        for set in self.sets.all() {
+            let mut places: Vec<_> = set.iter().filter_map(|&id| self.place_in_words(id)).collect();
+            places.dedup();
+            if places.len() > 1 {
+                return Err(Error::WrongState(format!("branches {set:?} are torn: {}", places.join(", "))));
+            }
+        }
+        let unsplit =
+            self.running.iter().chain(&self.parked).chain(self.halted.iter().map(|halted| &halted.sequence));
+        let unsplit = unsplit.map(Sequence::num_unsplit).sum::<u32>();
+        let counted = self.compartments.iter().map(|compartment| compartment.num_unforked).sum::<u32>();
+        if unsplit != counted {
+            return Err(Error::WrongState(format!("{unsplit} branches are carried, {counted} are counted")));
+        }
+        Ok(())
+    }
+
+    /// Where a branch is; `None` of one that has ended and waits for its removal.
+    fn place_in_words(&self, id: SequenceId) -> Option<String> {
+        let has = |sequence: &Sequence| {
+            sequence.id == id || sequence.branches().iter().any(|branch| branch.id == id)
+        };
+        if let Some(sequence) = self.running.iter().find(|sequence| has(sequence)) {
+            return sequence.ending.is_none().then(|| "running".to_owned());
+        }
+        if let Some(sequence) = self.parked.iter().find(|sequence| has(sequence)) {
+            return sequence.ending.is_none().then(|| "on the host".to_owned());
+        }
+        if self.halted.iter().any(|halted| has(&halted.sequence)) {
+            return Some("halted".to_owned());
+        }
+        let paused = self.paused.values().find(|paused| paused.waiting.ids().any(|other| other == id));
+        Some(match (self.queue.entry_of(id), paused) {
+            (Some(eldest), _) => format!("waiting with {eldest}"),
+            (None, Some(paused)) => format!("paused with {}", paused.waiting.id),
+            (None, None) => format!("{id} nowhere"),
+        })
+    }
+
+    /// Ends all of a running set if it can't have what it needs to go on: its quota was lowered.
+    pub(super) fn end_set_beyond_reach(&mut self, id: SequenceId) -> Result<()> {
+        let Some(position) = self.position(id) else { return Ok(()) };
+        let sequence = &self.running[position];
+        let account = sequence.request.tenant.account;
+        let mut tails = HashSet::new();
+        let mut need = self.num_held_by_set(sequence) as u32;
+        for branch in self.running_set(sequence) {
+            let end = self.config.blocks_for(branch.frontier() + 1);
+            need += end.saturating_sub(branch.blocks.len() as u32);
+            let column = (branch.frontier() / self.config.block_size) as usize;
+            // Of those that share a last block, each but one copies it.
+            let tail = branch.blocks.get(column).filter(|_| branch.shares_tail());
+            need += u32::from(tail.is_some_and(|&block| !tails.insert(block)));
+        }
+        if need > self.pool.reachable(account)? {
+            for id in self.sets.members(id) {
+                if let Some(position) = self.position(id) {
+                    self.running[position].ending.get_or_insert(FinishReason::Capacity);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Splits the sets of a compartment that have computed what their branches have in common.
+    pub(super) fn split_sets(&mut self, compartment: usize) -> Result<()> {
+        if self.compartments[compartment].num_unforked == 0 {
+            return Ok(());
+        }
+        let mut position = range_of(&self.running, compartment).start;
+        while position < range_of(&self.running, compartment).end {
+            let id = self.running[position].id;
+            if self.running[position].splits() {
+                self.split_set(position)?;
+            }
+            position = self.position_of(id, position) + 1;
+        }
+        Ok(())
+    }
+
+    /// Lets the branches go on by themselves that do not go on as the one that carries them.
+    fn split_set(&mut self, position: usize) -> Result<()> {
+        let block_size = self.config.block_size;
+        let sequence = &mut self.running[position];
+        let (id, shared) = (sequence.id, sequence.num_computed / block_size);
+        let branches =
+            sequence.special.as_mut().map_or(Vec::new(), |special| std::mem::take(&mut special.branches));
+        let goes_along = |a: &[u32], b: &[u32]| common_blocks(a, b, block_size) > shared;
+        let (along, mut others): (Vec<_>, Vec<_>) =
+            branches.into_iter().partition(|branch| goes_along(&sequence.tokens, &branch.request.prompt));
+        sequence.carry(along, block_size);
+        others.sort_unstable_by(|a, b| a.request.prompt.cmp(&b.request.prompt));
+        let mut groups: Vec<Vec<WaitingRequest>> = Vec::new();
+        for branch in others {
+            match groups.last_mut() {
+                Some(group) if goes_along(&group[0].request.prompt, &branch.request.prompt) => {
+                    group.push(branch)
+                }
+                _ => groups.push(vec![branch]),
+            }
+        }
+        for branches in groups.into_iter().filter_map(WaitingRequest::gather) {
+            let position = self.position_of(id, position);
+            self.begin_branch(position, branches, shared)?;
+        }
+        let position = self.position_of(id, position);
+        let sequence = &mut self.running[position];
+        sequence.num_shared = sequence.num_shared.max(shared);
+        self.trim_branches(position)
+    }
+
+    /// Starts a branch, with those that it carries, from the first `shared` blocks of the sequence that carried it.
+    fn begin_branch(&mut self, position: usize, branch: WaitingRequest, shared: u32) -> Result<()> {
+        let carrier = self.running[position].id;
+        let (pin, shared) = match self.pin_again(position) {
+            Ok(pin) => (pin, shared),
+            // Its prefix was purged: the branch computes it by itself.
+            Err(Error::WrongState(_)) => (None, 0),
+            Err(error) => return Err(error),
+        };
+        let Some(row) = self.tables.take_row() else {
+            return Err(Error::WrongState("a running place has no table row".to_owned()));
+        };
+        let need = branch.blocks_to_promise(&self.config, shared);
+        let sequence = &mut self.running[position];
+        let num_indexed = sequence.num_indexed.min(shared);
+        self.pool.retain(&sequence.blocks[num_indexed as usize..shared as usize])?;
+        self.scratch.clear();
+        self.scratch.extend_from_slice(&sequence.blocks[..shared as usize]);
+        let part = need.min(sequence.reservation.num_blocks());
+        let reservation = sequence.reservation.split(part)?;
+        self.own(branch.id).num_unforked -= branch.num_sequences();
+        self.queue.note_start(branch.request.tenant.index);
+        if self.pausing.contains(&carrier) {
+            self.pausing.push(branch.id);
+        }
+        let mut child = self.start(branch, pin, reservation, row);
+        child.num_indexed = num_indexed;
+        child.num_shared = shared;
+        self.insert_running(child);
+        Ok(())
+    }
+
+    /// Gives back what is promised to a sequence beyond what it and those that it carries need.
+    fn trim_branches(&mut self, position: usize) -> Result<()> {
+        let of = |known: Known<'_>| self.config.policy.blocks_to_reserve(&self.config, known.asked(0));
+        let sequence = &self.running[position];
+        let need =
+            blocks_of_set(&self.config, sequence.known(), of).saturating_sub(sequence.blocks.len() as u32);
+        let sequence = &mut self.running[position];
+        sequence.reservation.shrink(sequence.reservation.num_blocks().saturating_sub(need))
+    }
+
+    /// Takes those that a sequence carries out of it.
+    pub(super) fn take_branches(&mut self, sequence: &mut Sequence) -> Vec<WaitingRequest> {
+        let Some(special) = &mut sequence.special else { return Vec::new() };
+        let branches = std::mem::take(&mut special.branches);
+        special.is_unforked = sequence.request.n > 1;
+        sequence.drop_special();
+        self.own(sequence.id).num_unforked -= branches.len() as u32;
+        branches
+    }
+
+    /// Whether a sequence carries branches.
+    pub(super) fn is_carrier(&self, id: SequenceId) -> bool {
+        self.sets.is_branch(id) && self.find(id).is_some_and(|sequence| !sequence.branches().is_empty())
+    }
+
+    /// A sequence that has blocks, wherever it is.
+    fn find(&self, id: SequenceId) -> Option<&Sequence> {
+        let halted = self.halted.iter().map(|halted| &halted.sequence);
+        self.running.iter().chain(&self.parked).chain(halted).find(|sequence| sequence.id == id)
+    }
+
+    /// Ends a sequence that carries others: one of those takes its place, and what it has computed, which is theirs as
+    /// well. Not while a step is open that knows it by its id: then it ends a step later.
+    pub(super) fn end_carrier(&mut self, id: SequenceId, reason: FinishReason, inbox: &Inbox) {
+        let is_in = |open: &OpenStep| {
+            open.rows.iter().any(|row| row.id == id) || open.moved.contains(&id) || open.copied.contains(&id)
+        };
+        if self.open.iter().any(is_in) {
+            self.late_ends.push((id, reason));
+            return;
+        }
+        self.uncall(id);
+        let block_size = self.config.block_size;
+        let halted = self.halted.iter_mut().map(|halted| &mut halted.sequence);
+        let mut all = self.running.iter_mut().chain(&mut self.parked).chain(halted);
+        let Some(sequence) = all.find(|sequence| sequence.id == id) else { return };
+        let Some(special) = &mut sequence.special else { return };
+        let Some(mut heir) = WaitingRequest::gather(std::mem::take(&mut special.branches)) else { return };
+        let account = sequence.account(reason, None);
+        let branches = std::mem::take(&mut heir.branches);
+        let tokens = std::mem::take(&mut heir.request.prompt);
+        sequence.tokens.clear();
+        sequence.tokens.extend_from_slice(&tokens);
+        sequence.known_age = tokens.len() as u32 - heir.progress.prompt_tokens;
+        let old = std::mem::replace(&mut sequence.request, heir.request);
+        let progress = std::mem::replace(&mut sequence.progress, heir.progress);
+        sequence.id = heir.id;
+        sequence.carry(branches, block_size);
+        self.running.sort_unstable_by_key(|sequence| sequence.id);
+        self.parked.sort_unstable_by_key(|sequence| sequence.id);
+        self.pausing.iter_mut().filter(|other| **other == id).for_each(|other| *other = heir.id);
+        self.compartments[compartment_of(id)].num_unforked -= 1;
+        self.deadlines.remove(id, old.deadline, progress.arrival());
+        self.sets.leave(id);
+        inbox.end_id(id);
+        inbox.forget_samples(id, progress.branch);
+        self.ended.push(account);
+    }
+
+    /// Takes a branch out of the sequence that carries it.
+    pub(super) fn take_carried(&mut self, id: SequenceId) -> Option<WaitingRequest> {
+        if !self.sets.is_branch(id) {
+            return None;
+        }
+        let halted = self.halted.iter_mut().map(|halted| &mut halted.sequence);
+        let sequences = self.running.iter_mut().chain(&mut self.parked).chain(halted);
+        let place_in = |sequence: &Sequence| sequence.branches().iter().position(|branch| branch.id == id);
+        let (sequence, place) =
+            sequences.filter_map(|sequence| place_in(sequence).map(|i| (sequence, i))).next()?;
+        let special = sequence.special.as_mut()?;
+        let branch = special.branches.remove(place);
+        special.is_unforked = !special.branches.is_empty();
+        sequence.drop_special();
+        self.compartments[compartment_of(id)].num_unforked -= 1;
+        Some(branch)
+    }
+}
