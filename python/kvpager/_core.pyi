@@ -1549,7 +1549,7 @@ class Scheduler:
             InvalidArgumentError: for an id that was never issued.
         """
     def pause(self, request_id: int) -> bool:
-        """Stops a request, with all its branches, from the next `step` on; False if it had ended. From any thread.
+        """Stops a request and its branches from the next `step` on; False if it had ended. From any thread.
 
         It keeps its place in time, and its blocks until a request that is not paused needs them; what it has
         computed is computed again then, when it resumes. Its deadline goes on.
@@ -1604,8 +1604,7 @@ class Scheduler:
             InvalidArgumentError: for arrays that do not fit together, sequences that are not branches of one
                 set, or that differ in length.
             WrongStateError: if a step is open, or one of them does not run, has no token yet or is being
-                computed again; after a step that sampled one branch, all of them are ready. Nothing has changed
-                then.
+                computed again. After a step that sampled one branch, all are ready. Nothing has changed then.
         """
     def propose(
         self,

@@ -7,6 +7,7 @@
 //! branches have in common is computed once and stored once.
 
 use super::Scheduler;
+use super::branch_promises::num_copies;
 use super::compartments::{compartment_of, range_of};
 use super::config::SchedulerConfig;
 use super::core::Core;
@@ -18,7 +19,6 @@ use super::samples;
 use super::sequence::Sequence;
 use crate::ids::SequenceId;
 use crate::{Error, Result};
-use hashbrown::HashSet;
 
 /// A branch as far as its blocks are concerned.
 #[derive(Clone, Copy)]
@@ -238,15 +238,10 @@ impl Core {
         let Some(position) = self.position(id) else { return Ok(()) };
         let sequence = &self.running[position];
         let account = sequence.request.tenant.account;
-        let mut tails = HashSet::new();
-        let mut need = self.num_held_by_set(sequence) as u32;
+        let mut need = self.num_held_by_set(sequence) as u32 + num_copies(self.running_set(sequence));
         for branch in self.running_set(sequence) {
             let end = self.config.blocks_for(branch.frontier() + 1);
             need += end.saturating_sub(branch.blocks.len() as u32);
-            let column = (branch.frontier() / self.config.block_size) as usize;
-            // Of those that share a last block, each but one copies it.
-            let tail = branch.blocks.get(column).filter(|_| branch.shares_tail());
-            need += u32::from(tail.is_some_and(|&block| !tails.insert(block)));
         }
         if need > self.pool.reachable(account)? {
             for id in self.sets.members(id) {
@@ -302,7 +297,7 @@ impl Core {
         let position = self.position_of(id, position);
         let sequence = &mut self.running[position];
         sequence.num_shared = sequence.num_shared.max(shared);
-        self.trim_branches(position)
+        self.trim_promise(position)
     }
 
     /// Starts a branch, with those that it carries, from the first `shared` blocks of the sequence that carried it.
@@ -337,16 +332,6 @@ impl Core {
         Ok(())
     }
 
-    /// Gives back what is promised to a sequence beyond what it and those that it carries need.
-    fn trim_branches(&mut self, position: usize) -> Result<()> {
-        let of = |known: Known<'_>| self.config.policy.blocks_to_reserve(&self.config, known.asked(0));
-        let sequence = &self.running[position];
-        let need =
-            blocks_of_set(&self.config, sequence.known(), of).saturating_sub(sequence.blocks.len() as u32);
-        let sequence = &mut self.running[position];
-        sequence.reservation.shrink(sequence.reservation.num_blocks().saturating_sub(need))
-    }
-
     /// Takes those that a sequence carries out of it.
     pub(super) fn take_branches(&mut self, sequence: &mut Sequence) -> Vec<WaitingRequest> {
         let Some(special) = &mut sequence.special else { return Vec::new() };
@@ -363,7 +348,7 @@ impl Core {
     }
 
     /// A sequence that has blocks, wherever it is.
-    fn find(&self, id: SequenceId) -> Option<&Sequence> {
+    pub(super) fn find(&self, id: SequenceId) -> Option<&Sequence> {
         let halted = self.halted.iter().map(|halted| &halted.sequence);
         self.running.iter().chain(&self.parked).chain(halted).find(|sequence| sequence.id == id)
     }

@@ -216,6 +216,7 @@ impl Core {
         inbox: &Inbox,
     ) -> Result<FinishedRequest> {
         sequence.ending.get_or_insert(reason);
+        self.leave_promise(sequence)?;
         let branches = self.take_branches(sequence);
         self.end_carried(branches, reason, detail, inbox);
         self.sets.leave(sequence.id);
@@ -303,11 +304,11 @@ impl Core {
         position: usize,
         count: usize,
     ) -> Result<std::result::Result<(), Error>> {
-        let sequence = &mut self.running[position];
-        let promised = sequence.reservation.num_blocks() as usize;
+        let promised = self.running[position].reservation.num_blocks() as usize;
         self.scratch.clear();
         self.scratch.resize(count, BlockHandle::from_bits(0));
-        let more = count.saturating_sub(promised) as u32;
+        let more = self.borrow_promise(position, count.saturating_sub(promised) as u32)?;
+        let sequence = &mut self.running[position];
         let drawn = if more > 0 { sequence.reservation.grow(more) } else { Ok(()) };
         self.keep_within_limit(&self.running[position].request.tenant)?;
         let sequence = &mut self.running[position];

@@ -5,6 +5,7 @@
 //! block of its own, and the batch has the copy. Who is left alone with the original writes it without a copy.
 
 use super::Scheduler;
+use super::branch_promises::num_copies;
 use super::branches::{Known, blocks_of_set, life_of};
 use super::compartments::compartment_of;
 use super::core::{Core, draw};
@@ -15,7 +16,6 @@ use crate::block_pool::Reservation;
 use crate::ids::{BlockHandle, SequenceId};
 use crate::prefix_index::{ChainPin, PartialBlock, Pin};
 use crate::{Error, Result};
-use hashbrown::HashSet;
 use std::sync::Arc;
 
 /// A copy that the next batch makes.
@@ -131,14 +131,11 @@ impl Core {
         }
         let sequence = &self.running[position];
         let life = life_of(&self.config, Known::of_sequence(sequence));
-        let mut need = self.num_held_by_set(sequence) as u32;
+        let mut need = self.num_held_by_set(sequence) as u32 + num_copies(self.running_set(sequence));
         need += count * (life - sequence.num_computed / self.config.block_size);
-        let mut tails = HashSet::new();
         for branch in self.running_set(sequence) {
             let total = blocks_of_set(&self.config, branch.known(), |known| life_of(&self.config, known));
             need += total.saturating_sub(branch.blocks.len() as u32);
-            let tail = branch.blocks.last().filter(|_| branch.shares_tail());
-            need += u32::from(tail.is_some_and(|&block| !tails.insert(block)));
         }
         let tenant = &sequence.request.tenant;
         let reachable = self.pool.reachable(tenant.account)?;
@@ -268,6 +265,8 @@ impl Core {
             return self.forget_shared_tail(position).map(Ok);
         }
         let more = u32::from(sequence.reservation.num_blocks() == 0);
+        let more = self.borrow_promise(position, more)?;
+        let sequence = &mut self.running[position];
         let mut to = [BlockHandle::from_bits(0)];
         // What is promised already is there, also when the quota was lowered since.
         let drawn = if more > 0 { sequence.reservation.grow(more) } else { Ok(()) };
@@ -297,16 +296,6 @@ impl Core {
         sequence.special_mut().shares_tail = false;
         sequence.drop_special();
         self.trim_promise(position)
-    }
-
-    /// Gives back what is promised to a sequence beyond what its policy promises: the block of a copy that it did not
-    /// need, which another branch may be short of.
-    fn trim_promise(&mut self, position: usize) -> Result<()> {
-        let asked = Known::of_sequence(&self.running[position]).asked(0);
-        let promised = self.config.policy.blocks_to_reserve(&self.config, asked);
-        let sequence = &mut self.running[position];
-        let needed = promised.saturating_sub(sequence.blocks.len() as u32);
-        sequence.reservation.shrink(sequence.reservation.num_blocks().saturating_sub(needed))
     }
 
     /// Hands the copies to the batch of the step that has just opened, and lets their sources go: they stay as they

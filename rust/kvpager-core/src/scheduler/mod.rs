@@ -9,6 +9,7 @@
 
 mod admit;
 mod batch;
+mod branch_promises;
 mod branch_sets;
 mod branches;
 mod commit;
