@@ -108,6 +108,37 @@ def test_a_call_with_another_kind_is_refused_and_changes_nothing(
     assert idle(engine)
 
 
+OTHER_CALLS: list[tuple[str, dict[str, Any], str]] = [
+    ("add_tenant", {"name": 5}, "name is 5, a text is needed"),
+    ("add_tenant", {"name": "a", "weight": "x"}, "weight is 'x', a number is needed"),
+    ("add_tenant", {"name": "a", "isolation": 3}, "isolation is 3, a text is needed"),
+    ("add_tenant", {"name": "a", "scope": None}, "scope is None, a text is needed"),
+    ("add_tenant", {"name": "a", "limit": "5"}, "limit must be an integer"),
+    ("open_session", {"idle_seconds": "x"}, "idle_seconds is 'x', a number or None is needed"),
+    ("open_session", {"tenant": 3}, "tenant is 3, a name is needed"),
+    ("close_session", {"session": "x"}, "session is 'x', a Session is needed"),
+    ("abort", {"generation": 7}, "generation is 7, a Generation is needed"),
+]
+
+
+@pytest.mark.parametrize(("method", "arguments", "message"), OTHER_CALLS)
+def test_the_other_calls_say_it_too(
+    engine: Engine, method: str, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        getattr(engine, method)(**arguments)
+    assert engine.tenants == ()
+    with pytest.raises(InvalidArgumentError, match="unknown tenant 'eve': there are none"):
+        engine.counters("eve")
+
+
+def test_null_runner_of_another_kind_is_refused() -> None:
+    for options in ({"vocab_size": "x"}, {"max_model_tokens": None}, {"step_time": "x"}):
+        (name,) = options
+        with pytest.raises(InvalidArgumentError, match=f"{name} is "):
+            NullRunner(**options)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
 def test_token_ids_may_be_of_any_integer_dtype(engine: Engine, dtype: str) -> None:
     (generation,) = engine.submit(np.arange(100, dtype=dtype)[::-1][:50], GenerationParams(max_tokens=2))

@@ -19,7 +19,7 @@ from kvpager.engine.config import EngineConfig, GenerationParams
 from kvpager.engine.counters import EngineSnapshot, TenantCounters
 from kvpager.engine.delivery import Delivery
 from kvpager.engine.generation import Generation, Listener
-from kvpager.engine.kinds import check, check_members, instance
+from kvpager.engine.kinds import NUMBER, check, check_members, instance, optional
 from kvpager.engine.model_runner import ModelRunner
 from kvpager.engine.output import GenerationOutput, OutputReader
 from kvpager.engine.registry import DEFAULT_TENANT, Registry
@@ -192,6 +192,7 @@ class Engine:
             WrongStateError: the engine is draining, has stopped, has failed, or is of another process.
         """
         self._registry.check_open()
+        check("idle_seconds", idle_seconds, optional(NUMBER))
         return self.scheduler.open_session(
             self._registry.tenant(tenant), idle_seconds=idle_seconds, idle_steps=idle_steps, priority=priority
         )
@@ -201,6 +202,7 @@ class Engine:
 
         A turn that runs goes on. From any thread.
         """
+        check("session", session, instance(Session))
         was_open = self.scheduler.close_session(session)
         self.on_input()
         return was_open
@@ -269,6 +271,7 @@ class Engine:
 
         The answers of a beam search end together.
         """
+        check("generation", generation, instance(Generation))
         is_live = self._registry.abort(generation)
         self.on_input()
         return is_live

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvpager.engine.kinds import NUMBER, WHOLE, check
 from kvpager.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -85,8 +86,11 @@ class NullRunner:
         """Makes a runner.
 
         Raises:
-            InvalidArgumentError: a number out of range.
+            InvalidArgumentError: a number out of range, or none.
         """
+        check("vocab_size", vocab_size, WHOLE)
+        check("max_model_tokens", max_model_tokens, WHOLE)
+        check("step_time", step_time, NUMBER)
         if vocab_size < 4 or max_model_tokens < 2 or not 0.0 <= step_time < 60.0:
             raise InvalidArgumentError(
                 f"null runner: vocab_size {vocab_size} (at least 4), max_model_tokens {max_model_tokens} (at "

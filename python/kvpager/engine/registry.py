@@ -20,7 +20,7 @@ from kvpager.engine.beams import BeamSearch
 from kvpager.engine.config import EngineConfig, GenerationParams
 from kvpager.engine.counters import TenantCounters
 from kvpager.engine.generation import Generation, Listener
-from kvpager.engine.kinds import TEXT, Kind, check, instance, optional, shown
+from kvpager.engine.kinds import NUMBER, TEXT, Kind, check, instance, optional, shown
 from kvpager.engine.model_runner import ModelRunner
 from kvpager.engine.text import TextTokenizer
 from kvpager.errors import InvalidArgumentError, RefusedError, WrongStateError
@@ -30,6 +30,7 @@ __all__ = ["DEFAULT_TENANT", "Registry"]
 DEFAULT_TENANT = "default"
 
 _NAME = Kind("a name", TEXT.fits)
+_TENANT_KINDS = {"weight": NUMBER, "isolation": TEXT, "scope": TEXT}
 
 _KINDS = {
     "params": instance(GenerationParams),
@@ -76,6 +77,9 @@ class Registry:
         self, name: str, *, group: str | None = None, public: str | None = None, **options: Any
     ) -> None:
         """Adds a tenant; see `Engine.add_tenant`."""
+        check("name", name, TEXT)
+        for option, kind in _TENANT_KINDS.items():
+            check(option, options[option], kind)
         scopes = {
             "group": None if group is None else self.tenant(group),
             "public": None if public is None else self.tenant(public),
@@ -100,8 +104,14 @@ class Registry:
         return self._counters.copy()
 
     def counters_of(self, tenant: str) -> TenantCounters:
-        """The counters of one tenant, which go on changing."""
-        return self._counters[tenant]
+        """The counters of one tenant, which go on changing.
+
+        Raises:
+            InvalidArgumentError: there is no such tenant.
+        """
+        if (found := self._counters.get(tenant)) is None:
+            raise self._unknown(tenant)
+        return found
 
     def submit(
         self,
@@ -247,10 +257,12 @@ class Registry:
                 if not self._tenants:
                     self._add_tenant(name)
         if (tenant := self._tenants.get(name)) is None:
-            raise InvalidArgumentError(
-                f"unknown tenant {name!r}: there are {', '.join(self.tenants) or 'none'}"
-            )
+            raise self._unknown(name)
         return tenant
+
+    def _unknown(self, name: str) -> InvalidArgumentError:
+        text = f"unknown tenant {name!r}: there are {', '.join(self.tenants) or 'none'}"
+        return InvalidArgumentError(text, param="tenant")
 
     def _prompt_ids(
         self, prompt: str | Sequence[int] | npt.NDArray[np.integer[Any]]
