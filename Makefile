@@ -41,7 +41,7 @@ test-rust: ## Rust unit, property and integration tests.
 
 test-loom: ## Every interleaving of small models of the block pool and of pins in the index; random schedules of larger ones.
 	RUSTFLAGS="--cfg loom" cargo test -p kvpager-core --profile models --target-dir target/loom --test block_pool_loom --test prefix_index_loom
-	RUSTFLAGS="--cfg shuttle" cargo test -p kvpager-core --profile models --target-dir target/shuttle --test block_pool_shuttle
+	RUSTFLAGS="--cfg shuttle" cargo test -p kvpager-core --profile models --target-dir target/shuttle --test block_pool_shuttle --test prefix_index_shuttle
 
 TSAN = RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" cargo test \
 	-p kvpager-core --profile models --target-dir target/tsan --target $(shell rustc -vV | sed -n 's/host: //p') \

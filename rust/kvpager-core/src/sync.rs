@@ -21,6 +21,13 @@ pub use shuttle::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteG
 #[cfg(not(any(loom, shuttle)))]
 pub use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+/// Mutexes that loom need not step through, as none of its models has two threads wait for one. Shuttle runs its threads on
+/// one of the system's, so whoever waits for what another holds must let it go on.
+#[cfg(shuttle)]
+pub use shuttle::sync::{Mutex as OuterMutex, MutexGuard as OuterMutexGuard};
+#[cfg(not(shuttle))]
+pub use std::sync::{Mutex as OuterMutex, MutexGuard as OuterMutexGuard};
+
 /// Locks a mutex whose data is whole even after a panic.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)

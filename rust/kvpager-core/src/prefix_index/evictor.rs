@@ -13,11 +13,11 @@ use super::isolation::Isolation;
 use super::waiting::Waiting;
 use crate::block_pool::BlockPool;
 use crate::ids::{AccountId, BlockHandle, NamespaceId};
-use crate::sync::Ordering;
+use crate::sync::{Ordering, OuterMutex, OuterMutexGuard};
 use crossbeam_queue::SegQueue;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::sync::TryLockError;
 
 /// Blocks taken from a namespace under one hold of its locks.
 pub(super) const MAX_PIECE: usize = 64;
@@ -47,7 +47,7 @@ pub(super) enum Unit {
 /// Finds the next block to evict over all namespaces.
 pub(super) struct Evictor {
     arrivals: SegQueue<(AccountId, NamespaceId)>,
-    state: Mutex<State>,
+    state: OuterMutex<State>,
     /// Those who wait for the state.
     num_waiting: Waiting,
 }
@@ -88,7 +88,7 @@ struct Look {
 
 impl Evictor {
     pub(super) fn new() -> Self {
-        let state = Mutex::new(State::default());
+        let state = OuterMutex::new(State::default());
         Self { arrivals: SegQueue::new(), state, num_waiting: Waiting::default() }
     }
 
@@ -97,7 +97,7 @@ impl Evictor {
         self.arrivals.push((account, namespace));
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> OuterMutexGuard<'_, State> {
         match self.state.try_lock() {
             Ok(state) => state,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -114,7 +114,7 @@ impl Evictor {
     }
 
     /// The state with every announced namespace in its lane.
-    pub(super) fn current(&self) -> MutexGuard<'_, State> {
+    pub(super) fn current(&self) -> OuterMutexGuard<'_, State> {
         let mut state = self.state();
         while let Some((account, namespace)) = self.arrivals.pop() {
             let lane = state.lane(account);

@@ -12,10 +12,10 @@ use super::namespace::{Names, Namespace};
 use super::scope::ShareScope;
 use crate::error::{Error, Result};
 use crate::ids::{AccountId, NamespaceId};
-use crate::sync::{AtomicU32, Ordering};
+use crate::sync::{AtomicU32, Ordering, OuterMutex, OuterMutexGuard};
 use arrayvec::ArrayVec;
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Buckets of doubling size, so that a namespace never moves and is found without a lock.
 const NUM_BUCKETS: usize = 17;
@@ -33,7 +33,7 @@ type Bucket = Box<[OnceLock<Namespace>]>;
 /// Every namespace of an index.
 pub(super) struct Namespaces {
     buckets: [OnceLock<Bucket>; NUM_BUCKETS],
-    interned: Mutex<Interned>,
+    interned: OuterMutex<Interned>,
     max_salts: AtomicU32,
     /// Lists of unheld nodes that each keeps.
     num_lists: usize,
@@ -101,10 +101,10 @@ impl Namespaces {
     pub(super) fn new(num_lists: usize) -> Self {
         let buckets = [const { OnceLock::new() }; NUM_BUCKETS];
         let max_salts = AtomicU32::new(DEFAULT_MAX_SALTS);
-        Self { buckets, interned: Mutex::default(), max_salts, num_lists }
+        Self { buckets, interned: OuterMutex::default(), max_salts, num_lists }
     }
 
-    fn interned(&self) -> MutexGuard<'_, Interned> {
+    fn interned(&self) -> OuterMutexGuard<'_, Interned> {
         self.interned.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -96,7 +96,7 @@ impl Scheduler {
     pub fn read_once(&self) -> Result<SchedulerSnapshot> {
         // Acquire: the counts are read after this number.
         let before = self.turns.load(Ordering::Acquire);
-        let names = crate::sync::lock(&self.tenants).clone();
+        let names = self.tenants.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
         let mut tenants = Vec::with_capacity(names.len());
         for tenant in names {
             tenants.push((tenant.name.clone(), self.pool.account_stats(tenant.account)?));
