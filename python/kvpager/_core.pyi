@@ -1026,7 +1026,8 @@ class Retention:
         steps: the same in steps. Whichever comes first counts; without both, until somebody needs the room.
         num_tokens: leading tokens that are kept at least: whole blocks, as far as they were computed; None
             for all. Only blocks of the tenant itself: those of its group and public scope are not kept.
-        priority: higher stays longer; of one priority, what was kept first goes first.
+        priority: higher stays longer; of one priority, what was kept first goes first. In
+            `submit` it is the lower that runs first.
 
     Raises:
         InvalidArgumentError: for 0 tokens or steps, or seconds that are not above 0 and finite.
@@ -1511,6 +1512,7 @@ class Scheduler:
             min_tokens: tokens to sample before a stop id ends it.
             stop_token_ids: ids that end it; the id itself is part of the output.
             priority: lower runs first, inside the tenant; `ageing_steps` of waiting make up for one class.
+                In `Retention` and `open_session` it is the higher that stays longer.
             reuse: whether it looks prefixes up and leaves its own blocks in the index.
             partial: whether it also reuses the leading tokens of a block that goes on differently. The block
                 is in `Batch.block_copies` of its first step.
@@ -1650,7 +1652,7 @@ class Scheduler:
             tenant: whose it is, of private scope.
             idle_steps: steps without a turn after which its blocks become cached; None for no limit.
             idle_seconds: the same in seconds, on the clock of `step`.
-            priority: higher stays longer, see `Retention`.
+            priority: higher stays longer, see `Retention`. In `submit` it is the lower that runs first.
 
         Raises:
             InvalidArgumentError: a limit of 0, a tenant of another scheduler or of a shared scope, or a

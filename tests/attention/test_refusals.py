@@ -77,13 +77,18 @@ def test_integers_in_a_foreign_byte_order_are_read_as_the_numbers_that_they_are(
 
 def test_blocks_that_overlap_their_target_are_refused() -> None:
     cache = np.arange(8 * 4 * 2 * 8, dtype=np.float32).reshape(8, 4, 2, 8)
-    before = cache.copy()
+    before, rows = cache.copy(), np.ones((4, 2, 8), np.float32)
     refused(
         "out and cache share memory: out, of 512 bytes, begins 256",
         lambda: gather_blocks(cache, [0, 1], out=cache[1:3]),
     )
     refused("cache and values share memory", lambda: scatter_blocks(cache, [3, 4], cache[3:5]))
     refused("k_cache and key share memory", lambda: append_kv(cache[0], None, cache, None, range(4)))
+    for values in (cache, cache[:]):
+        refused(
+            "v_cache and k_cache share memory: v_cache, of 2048 bytes, begins 0 bytes after k_cache",
+            lambda values=values: append_kv(rows, rows, cache, values, range(4)),
+        )
     assert (cache == before).all()
     # Views that lie in one array without sharing an element are fine.
     both = np.zeros((4, 2, 4, 2, 8), np.float32)
@@ -91,6 +96,8 @@ def test_blocks_that_overlap_their_target_are_refused() -> None:
     gather_blocks(both[:, 0], [2, 1], out=both[:2, 1])
     assert (both[:2, 1] == 3).all()
     assert (both[2:, 1] == 0).all()
+    append_kv(rows, rows, both[:, 0], both[:, 1], range(4))
+    assert (both[0] == 1).all()
 
 
 def test_an_output_that_lies_in_a_cache_is_refused(case: Case) -> None:

@@ -24,6 +24,12 @@ COMMAND = [sys.executable, "-c", "from kvpager.cli import main; main()"]
         (["replay", "generate:chat", "--seed", "9" * 30, "--requests", "2"], "seed is 999"),
         (["replay", __file__], "line 1: neither JSON nor CSV; name the format with --format"),
         (["generate", "--prompt", "\udcff", "--max-tokens", "2"], "not valid UTF-8"),
+        (["generate", "--prompt", "hi", "--block-size", "17"], "block_size is 17, must be a power of two"),
+        (
+            ["generate", "--demo", "--block-size", "512"],
+            "block_size is 512, must be a power of two from 1 to 256",
+        ),
+        (["serve", "--port", "0", "--block-size", "24"], "block_size is 24, must be a power of two"),
         (["plan", "/nowhere.json", "--device-memory", "80GiB"], "/nowhere.json"),
     ],
 )

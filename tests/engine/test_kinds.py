@@ -40,7 +40,7 @@ WRONG_PARAMS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("params", "message"), WRONG_PARAMS)
 def test_params_of_another_kind_are_named(params: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"generation: {message}"):
+    with pytest.raises(InvalidArgumentError, match=f"^{message}"):
         GenerationParams(**params)
 
 
@@ -56,7 +56,7 @@ def test_params_of_another_kind_are_named(params: dict[str, Any], message: str) 
     ],
 )
 def test_sampling_of_another_kind_is_named(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"sampling: {message}"):
+    with pytest.raises(InvalidArgumentError, match=f"^{message}"):
         SamplingParams(**settings)
 
 

@@ -124,6 +124,16 @@ def test_a_windowed_model_generates_through_the_engine(
     assert sum(generation.cached_tokens for generation in again) == (num_cached if reuse else 0)
 
 
+@pytest.mark.parametrize("block_size", [24, 512])
+def test_an_engine_is_not_made_with_blocks_that_attention_does_not_do(
+    tmp_path: Path, block_size: int
+) -> None:
+    model, _ = windowed(tmp_path, None)
+    config = EngineConfig(num_blocks=16, block_size=block_size)
+    with pytest.raises(InvalidArgumentError, match=f"^block_size is {block_size}, must be a power of two"):
+        Engine(LlamaRunner(model), config)
+
+
 def test_groups_share_the_memory_of_a_block(tmp_path: Path) -> None:
     model, _ = windowed(tmp_path, SLIDING_AND_FULL)
     assert model.groups == RunnerGroups(

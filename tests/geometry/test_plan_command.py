@@ -252,3 +252,17 @@ def test_one_of_a_thing_is_not_many(config: Path) -> None:
     assert "1 block of 16 tokens, room for 16 tokens" in done.stdout
     refused = plan(config, "--device-memory", str(131072 * 16), *options, "--max-model-tokens", "17")
     assert "1 block fits, but a request of 17 tokens needs 2" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.parametrize("block_size", [17, 24, 512, 65536])
+def test_block_sizes_that_attention_does_not_do_are_noted(config: Path, block_size: int) -> None:
+    options = ("--device-memory", "80GiB", "--block-size", block_size)
+    result = json.loads(plan(config, *map(str, options), "--json").stdout)
+    assert f"a power of two from 1 to 256 tokens, not of {block_size}" in result["notes"][-1]
+    assert f"not of {block_size}" in " ".join(plan(config, *map(str, options)).stdout.split())
+
+
+def test_block_sizes_that_attention_does_are_not_noted(config: Path) -> None:
+    for block_size in ("1", "256"):
+        done = plan(config, "--device-memory", "80GiB", "--block-size", block_size, "--json")
+        assert not any("power of two" in note for note in json.loads(done.stdout)["notes"])

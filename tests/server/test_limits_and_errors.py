@@ -447,7 +447,7 @@ def test_options_of_a_tenants_file_reach_the_scheduler(tmp_path: Path) -> None:
 
 
 BAD_FILES = {
-    "unknown field": ("[tenants.a]\nkey_hash = []", "unknown field `key_hash` - at `$.tenants[...]`"),
+    "unknown field": ("[tenants.a]\nkey_hash = []", "unknown field `key_hash` - at `$.tenants['a']`"),
     "key instead of its hash": ('[tenants.a]\nkey_hashes = ["secret"]', "matching regex"),
     "no key": ("[tenants.a]\nlimit = 3", "tenant 'a' has no key_hashes"),
     "key twice": (
@@ -457,6 +457,14 @@ BAD_FILES = {
     "operator's key": (
         '[operator]\nkey_hashes=["{alice}"]\n[tenants.b]\nkey_hashes=["{alice}"]',
         "'b' and the operator have the same key",
+    ),
+    "second of two tenants": (
+        '[tenants.a]\nkey_hashes=["{alice}"]\n[tenants."b c"]\nweight = "2"',
+        "got `str` - at `$.tenants['b c'].weight`",
+    ),
+    "scope": (
+        '[tenants.a]\nkey_hashes=["{alice}"]\n[publics.x]\n[publics.y]\nlimit = 0',
+        "`int` >= 1 - at `$.publics['y'].limit`",
     ),
     "negative": ('[tenants.a]\nkey_hashes=["{alice}"]\nguaranteed = -1', ">= 0"),
     "weight": ('[tenants.a]\nkey_hashes=["{alice}"]\nweight = 0', "> 0"),

@@ -29,7 +29,8 @@ def append_kv(
             caches.
         value: the same for values, or None with `v_cache` None (a latent cache has one array).
         k_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, written.
-        v_cache: the same for values, written.
+        v_cache: the same for values, written; shares no element with `k_cache` (views of one array may lie in
+            turns).
         slot_mapping: `[num_tokens]`, int64: `block_id * block_size + offset`; -1 skips the token.
         k_scale: for float8 caches the divisor, a number or `[num_kv_heads]` float32 (default 1); values
             beyond the format's range saturate. For int8 caches a float32 array `[num_blocks, block_size,

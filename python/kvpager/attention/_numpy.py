@@ -88,6 +88,8 @@ def append_kv(
     sources = {name: pair[0][0] for name, pair in zip(("key", "value"), pairs, strict=False)}
     for name, pair in zip(("k_cache", "v_cache"), pairs, strict=False):
         check_apart(name, pair[1][0], sources)
+    if len(pairs) == 2:
+        check_apart("v_cache", pairs[1][1][0], {"k_cache": pairs[0][1][0]})
     _core._append_kv(pairs, ints("slot_mapping", slot_mapping, np.int64))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvpager.attention.block_sizes import check_block_size
 from kvpager.errors import InvalidArgumentError
 
 __all__ = [
@@ -71,8 +72,7 @@ def check_cache(k_cache: ArrayView, v_cache: ArrayView) -> int:
             "must be alike"
         )
     block_size = k_cache.shape[1]
-    if block_size < 1 or block_size > 256 or block_size & (block_size - 1):
-        raise fail(f"block_size must be a power of two from 1 to 256, is {block_size}")
+    check_block_size(block_size)
     return block_size.bit_length() - 1
 
 

@@ -93,7 +93,10 @@ def _generate(
 
     Exit code 1 if the model failed, 130 after Ctrl-C, which prints what there is.
     """
+    from kvpager.attention.block_sizes import check_block_size
+
     configure_threads()
+    check_block_size(block_size)
     if demo:
         from kvpager.cli.demo import run_demo
 

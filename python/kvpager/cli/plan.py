@@ -96,6 +96,7 @@ def plan(
     embedding and head counted, and the KV cache is that of the stage with most of it.
     """
     from kvpager._core import KvGeometry
+    from kvpager.attention.block_sizes import MAX_BLOCK_SIZE, is_block_size
     from kvpager.planning.model_files import read_model_files
 
     def size(text: str | None, name: str) -> int | None:
@@ -154,6 +155,11 @@ def plan(
     result = _result(geometry, budget, block_size=block_size, max_batch_tokens=max_batch_tokens)
     result["budget_origin"] |= sources.origins
     result["budget_note"] |= sources.notes
+    if not is_block_size(block_size):
+        result["notes"].append(
+            f"kvpager's attention does blocks of a power of two from 1 to {MAX_BLOCK_SIZE} tokens, not of "
+            f"{block_size}: this plan is for another one"
+        )
     if lengths is not None:
         from kvpager.planning.block_sizes import compare_block_sizes
 

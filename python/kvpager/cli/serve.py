@@ -214,8 +214,10 @@ def _engine(options: _Options, table: TenantTable) -> tuple[Engine, ServerSettin
         runner, tokenizer, name = NullRunner(step_time=options.step_time), ByteTokenizer(), _NULL_MODEL
         num_blocks = options.blocks or _DEFAULT_NULL_BLOCKS
     else:
+        from kvpager.attention.block_sizes import check_block_size
         from kvpager.runner import LlamaRunner, load_model
 
+        check_block_size(options.block_size)
         print("Loading the model ...", file=sys.stderr, flush=True)
         loaded = load_model(options.model)
         runner, tokenizer, name = LlamaRunner(loaded.model), loaded.tokenizer, loaded.name

@@ -96,7 +96,7 @@ class EngineConfig:
                 for name, value in values
                 if value is not None and value < 1
             ]
-        _raise("engine", problems)
+        _raise(problems, "engine: ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class GenerationParams:
         stop_token_ids: tokens that end it, besides the tokenizer's own.
         ignore_eos: whether the tokenizer's end tokens are ordinary ones.
         logprobs: alternatives listed for each token; 0 for the chosen one alone, None for none.
-        priority: lower runs first, inside the tenant.
+        priority: lower runs first, inside the tenant; in `retention` the higher stays longer.
         deadline: seconds from now in which it may run; then it fails. None for no limit.
         reuse: whether it looks prefixes up and leaves its own in the index.
         salt: 1 to 256 bytes that narrow reuse to this tenant's requests with the same ones, and to public
@@ -148,7 +148,7 @@ class GenerationParams:
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
-        _raise("generation", wrong_kinds(self, _PARAMS_KINDS) or self._problems())
+        _raise(wrong_kinds(self, _PARAMS_KINDS) or self._problems())
 
     def _problems(self) -> list[tuple[str, str]]:
         problems = []
@@ -199,11 +199,11 @@ class GenerationParams:
         return self.n if self.beam_width is None else 1
 
 
-def _raise(what: str, problems: list[tuple[str, str]]) -> None:
-    """Raises what names every problem, if there are any."""
+def _raise(problems: list[tuple[str, str]], whose: str = "") -> None:
+    """Raises what names every problem, if there are any. Clients read those of a request as they are."""
     if problems:
         names = {name for name, _ in problems}
-        text = f"{what}: " + "; ".join(text for _, text in problems)
+        text = whose + "; ".join(text for _, text in problems)
         raise InvalidArgumentError(text, param=names.pop() if len(names) == 1 else None)
 
 

@@ -47,7 +47,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         problems = [text for _, text in wrong_kinds(self, _KINDS)] or self._problems()
         if problems:
-            raise InvalidArgumentError("sampling: " + "; ".join(problems))
+            raise InvalidArgumentError("; ".join(problems))
 
     def _problems(self) -> list[str]:
         problems = []

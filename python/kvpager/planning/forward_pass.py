@@ -9,6 +9,7 @@ import numpy as np
 
 from kvpager._core import KvGeometry
 from kvpager.attention import append_kv, paged_attention
+from kvpager.attention.block_sizes import MAX_BLOCK_SIZE, is_block_size
 from kvpager.errors import InvalidArgumentError
 from kvpager.planning.limits import Limits
 from kvpager.planning.memory import Memory
@@ -20,7 +21,6 @@ __all__ = ["Peaks", "Widths", "cache_arrays", "check_runs", "run_pass"]
 _CACHE_DTYPES = {"bf16": "float16", "fp16": "float16", "fp32": "float32", "fp8": "uint8", "int8": "int8"}
 """KV dtype to the array's; bf16 runs as float16, which NumPy has too and which takes the same bytes."""
 
-MAX_ATTENTION_BLOCK = 256
 MAX_HEAD_DIM = 1024
 
 
@@ -61,9 +61,9 @@ def check_runs(geometry: KvGeometry, block_size: int) -> None:
             f"--measure and --verify run int8 with a scale for each token and head, and the other dtypes "
             f"without; this plan keeps {dtype} with --kv-scales {scales}"
         )
-    if block_size > MAX_ATTENTION_BLOCK or block_size & (block_size - 1):
+    if not is_block_size(block_size):
         raise InvalidArgumentError(
-            f"--measure and --verify run blocks of a power of two up to {MAX_ATTENTION_BLOCK} tokens, "
+            f"--measure and --verify run blocks of a power of two up to {MAX_BLOCK_SIZE} tokens, "
             f"as attention does; this plan has blocks of {block_size}"
         )
     for kind in {kind for kinds in layer_kinds(geometry) for kind in kinds}:

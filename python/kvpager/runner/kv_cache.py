@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpager import attention
+from kvpager.attention.block_sizes import check_block_size
 from kvpager.errors import InvalidArgumentError
 from kvpager.runner.config import LlamaConfig
 from kvpager.runner.layer_groups import RunnerGroups
@@ -45,12 +46,12 @@ class KvCache:
         """Allocates the arrays; memory is touched by the first write.
 
         Raises:
-            InvalidArgumentError: no blocks, empty blocks, or more memory than there is (with the bytes).
+            InvalidArgumentError: no blocks, a block size that attention does not do, or more memory than
+                there is (with the bytes).
         """
-        if num_blocks < 1 or block_size < 1:
-            raise InvalidArgumentError(
-                f"a KV cache of {num_blocks} blocks of {block_size} tokens: both must be positive"
-            )
+        if num_blocks < 1:
+            raise InvalidArgumentError(f"a KV cache has at least 1 block, num_blocks is {num_blocks}")
+        check_block_size(block_size)
         self._xp = array_module
         self.groups = RunnerGroups.of(config)
         places = range(self.groups.num_places)

@@ -36,7 +36,8 @@ class LlamaRunner:
         """Makes K and V arrays for every layer, on the device and for the host tier.
 
         Raises:
-            InvalidArgumentError: more memory than there is (with the bytes).
+            InvalidArgumentError: a block size that attention does not do, or more memory than there is (with
+                the bytes).
         """
         self._cache = self._model.new_cache(
             num_blocks=num_blocks, block_size=block_size, host_blocks=host_blocks

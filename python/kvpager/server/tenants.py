@@ -218,13 +218,15 @@ def read_tenants(path: Path) -> TenantTable:
     """
     try:
         with path.open("rb") as file:
-            content = msgspec.convert(tomllib.load(file), _File)
+            tables = tomllib.load(file)
     except OSError as error:
         raise InvalidArgumentError(f"cannot read {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{path} is no TOML file: {error}") from error
+    try:
+        content = msgspec.convert(tables, _File)
     except msgspec.ValidationError as error:
-        raise InvalidArgumentError(f"{path}: {error}") from error
+        raise InvalidArgumentError(f"{path}: {_named(str(error), tables)}") from error
     tenants = dict(content.tenants)
     if ANONYMOUS in tenants:
         raise InvalidArgumentError(f"{path}: the anonymous tenant has the table [anonymous]")
@@ -237,6 +239,20 @@ def read_tenants(path: Path) -> TenantTable:
     _check_keys(path, tenants, content.operator.key_hashes)
     _check_scopes(path, tenants, content)
     return TenantTable(tenants, content.operator.key_hashes, groups=content.groups, publics=content.publics)
+
+
+def _named(text: str, tables: dict[str, Any]) -> str:
+    """Says in an error of the file which tenant or scope it is of: msgspec leaves out the names."""
+    for kind, spec in (("tenants", TenantSpec), ("groups", SharedScope), ("publics", SharedScope)):
+        unnamed = f"`$.{kind}[...]"
+        if unnamed not in text:
+            continue
+        for name, content in tables[kind].items():
+            try:
+                msgspec.convert(content, spec)
+            except msgspec.ValidationError:
+                return text.replace(unnamed, f"`$.{kind}[{name!r}]", 1)
+    return text
 
 
 def _check_scopes(path: Path, tenants: dict[str, TenantSpec], content: _File) -> None:
