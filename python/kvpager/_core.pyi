@@ -765,7 +765,7 @@ class PrefixIndex:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes used besides the token rows."""
+        """Bytes used besides the token rows, the digests of items included."""
 
     def namespace(
         self, scope: ShareScope, fingerprint: Fingerprint | None = None, *, account: int | None = None
@@ -871,6 +871,9 @@ class PrefixIndex:
 
         At each item's offset an id from 2**31 on, interned to its digest, replaces the token: pass the
         result to the other calls. A scheduler does it by itself, see `Scheduler.submit`.
+
+        A digest is remembered as long as something resident has it, and for some time beyond. Keys of one
+        that was forgotten match nothing, and no other item ever has its id.
 
         Raises:
             InvalidArgumentError: an offset outside the prompt or out of order, or a digest that has not 1 to
@@ -994,7 +997,7 @@ class PrefixIndex:
         """Evicts up to `num_blocks` cached blocks; returns how many."""
 
     def clear(self) -> None:
-        """Evicts everything that is not held."""
+        """Evicts everything that is not held, and forgets the digests of items that nothing has any more."""
 
     def check_invariants(self) -> None:
         """Raises AssertionError with the first violated invariant."""
@@ -1370,8 +1373,9 @@ class Scheduler:
         max_waiting: requests that may wait at once, of all tenants.
         max_waiting_tokens: prompt tokens that may wait at once, of all tenants; None for no bound.
         ageing_steps: steps of waiting that make up for one class of priority; 0 if priorities do not matter.
-        max_open_steps: steps that may be planned before the oldest of them is committed; with more than 1,
-            tokens that are not sampled yet are -1 in `Batch.token_ids`. Steps run in their order.
+        max_open_steps: steps that may be planned before the oldest of them is committed, not more than the
+            pool's; with more than 1, tokens that are not sampled yet are -1 in `Batch.token_ids`. Steps run
+            in their order.
         max_prefill_chunk: longest prefill chunk of one sequence in a step; None for the whole budget.
         policy: what must be promised before a request runs. `reserve`: prompt and maximum output, so it is
             never preempted; `watermark` and `forecast` overcommit, and take blocks back when they were wrong.

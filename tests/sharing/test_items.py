@@ -69,6 +69,56 @@ def test_bad_items_are_refused_with_the_numbers(server: Server, items: Items, te
         server.index.key_items(TOKENS, items)
 
 
+def flood(index: PrefixIndex, count: int, start: int = 0) -> int:
+    """Keys `count` different digests; returns the most memory that the index took meanwhile."""
+    most = 0
+    for number in range(start, start + count):
+        index.key_items([1, 2], [(0, number.to_bytes(64))])
+        if number % 500 == 0:
+            most = max(most, index.memory_bytes)
+    return most
+
+
+def test_digests_that_nothing_resident_has_are_counted_and_forgotten() -> None:
+    index = PrefixIndex(BlockPool(50), block_size=16)
+    empty = index.memory_bytes
+    flood(index, 1_000)
+    assert index.memory_bytes >= empty + 1_000 * 64
+    assert flood(index, 60_000, start=1_000) < empty + (2 << 20)
+    index.clear()
+    assert index.memory_bytes == empty
+
+
+def test_digests_of_resident_blocks_are_remembered(server: Server) -> None:
+    cat, dog = ([(offset, image)] for offset, image in ((5, b"cat"), (9, b"dog")))
+    assert [run(server, cat), run(server, dog)] == [0, 1]
+    for start in range(0, 60_000, 20_000):
+        flood(server.index, 20_000, start)
+        assert [run(server, cat), run(server, dog)] == [4, 4]
+    server.index.clear()
+    assert [run(server, cat), run(server, cat)] == [0, 4]
+
+
+def test_what_is_held_through_clear_is_matched_after_it() -> None:
+    index = PrefixIndex(BlockPool(50), block_size=4)
+    namespace = index.namespace(ShareScope.private("alice"))
+    held, _ = index.insert_prefix(namespace, index.key_items(TOKENS, [(5, b"cat")]))
+    index.clear()
+    assert index.peek_prefix(namespace, index.key_items(TOKENS, [(5, b"cat")])) == 16
+    held.release()
+
+
+def test_an_id_is_never_given_to_another_item() -> None:
+    index = PrefixIndex(BlockPool(50), block_size=4)
+    namespace = index.namespace(ShareScope.private("alice"))
+    before = index.key_items(TOKENS, [(0, b"cat")])
+    index.clear()
+    others = {int(index.key_items(TOKENS, [(0, b"%d" % number)])[0]) for number in range(10_000)}
+    assert (len(others), int(before[0]) in others) == (10_000, False)
+    index.insert_prefix(namespace, before)[0].release()
+    assert index.peek_prefix(namespace, index.key_items(TOKENS, [(0, b"cat")])) == 0
+
+
 prompts = st.tuples(
     st.lists(st.integers(0, 1), min_size=4, max_size=8),
     st.dictionaries(st.integers(0, 3), st.binary(min_size=1, max_size=2), max_size=2),

@@ -2,8 +2,9 @@
 
 mod support;
 
+use kvpager_core::block_pool::{BlockPool, PoolConfig};
 use kvpager_core::scheduler::{
-    AdmissionPolicy, FinishReason, HostTierConfig, Overflow, Request, SchedulerConfig,
+    AdmissionPolicy, FinishReason, HostTierConfig, Overflow, Request, Scheduler, SchedulerConfig,
 };
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
@@ -31,6 +32,15 @@ fn finish_deep(engine: &mut Engine, depth: usize, max_turns: usize) {
         }
     }
     panic!("not done after {max_turns} turns: {:?}", engine.scheduler.stats());
+}
+
+#[test]
+fn more_open_steps_than_the_pool_has_are_refused_at_the_start() {
+    let pool =
+        BlockPool::new(PoolConfig { num_blocks: 4, max_open_steps: 8, ..PoolConfig::default() }).unwrap();
+    assert!(Scheduler::new(pool.clone(), None, deep(4, 8)).is_ok());
+    let error = Scheduler::new(pool, None, deep(4, 20)).err().unwrap().to_string();
+    assert!(error.contains("max_open_steps is 20, the pool has 8"), "{error}");
 }
 
 #[test]

@@ -280,6 +280,7 @@ impl PrefixIndex {
         let is_learned = config.eviction == EvictionPolicy::Learned;
         let learned = is_learned.then(|| Learned::new(config.block_size as usize));
         let namespaces = Namespaces::new(config.eviction.num_lists());
+        let items = Items::new(pool.num_blocks());
         let (evictor, clock) = (Evictor::new(), CachePadded::new(AtomicU64::new(1)));
         Ok(Arc::new(Self {
             pool,
@@ -291,7 +292,7 @@ impl PrefixIndex {
             clock,
             learned,
             events,
-            items: Items::default(),
+            items,
             attached: OnceLock::new(),
             homes: OnceLock::new(),
             digest_key: random_key(),
@@ -342,25 +343,26 @@ impl PrefixIndex {
         }
     }
 
-    /// Evicts everything that is not held.
+    /// Evicts everything that is not held, and forgets the digests of items that nothing has any more.
     pub fn clear(&self) {
         self.evict(u32::MAX);
+        self.forget_items();
     }
 
-    /// Bytes used besides the token rows.
+    /// Bytes used besides the token rows, digests of items included.
     #[must_use]
     pub fn memory_bytes(&self) -> usize {
         let of_namespace = |(_, namespace): (NamespaceId, &Namespace)| {
             let tree = namespace.read_tree().memory_bytes();
             tree + namespace.lock_order().memory_bytes()
         };
-        self.namespaces.all().map(of_namespace).sum()
+        self.namespaces.all().map(of_namespace).sum::<usize>() + self.items.memory_bytes()
     }
 
     /// A tree's way to read itself. Only for holders of a tree's lock, which is every caller in this module.
     fn view(&self) -> View<'_> {
         // SAFETY: views are made after a tree's lock was taken and dropped before it is let go, and are given
-        // only that tree's blocks (`matching`, `extend` and `invariants`, each right below its lock).
+        // only that tree's blocks (`matching`, `extend`, `items` and `invariants`, each right below its lock).
         unsafe { View::new(self.arena(), &self.hash, self.config.block_size as usize) }
     }
 

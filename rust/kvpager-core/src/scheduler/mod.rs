@@ -210,6 +210,13 @@ impl Scheduler {
         config: SchedulerConfig,
     ) -> Result<Self> {
         config.validate()?;
+        if config.max_open_steps > pool.max_open_steps() {
+            return Err(Error::invalid(format!(
+                "max_open_steps is {}, the pool has {}",
+                config.max_open_steps,
+                pool.max_open_steps()
+            )));
+        }
         if let Some(index) = &index
             && !Arc::ptr_eq(index.pool(), &pool)
         {

@@ -398,14 +398,14 @@ impl PyPrefixIndex {
         Ok(py.detach(|| index.evict(num_blocks)))
     }
 
-    /// Evicts everything that is not held.
+    /// Evicts everything that is not held, and forgets the digests of items that nothing has any more.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         let index = self.index()?;
         py.detach(|| index.clear());
         Ok(())
     }
 
-    /// Bytes used besides the token rows.
+    /// Bytes used besides the token rows, the digests of items included.
     #[getter]
     fn memory_bytes(&self, py: Python<'_>) -> PyResult<usize> {
         let index = self.index()?;
