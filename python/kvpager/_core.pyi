@@ -1103,7 +1103,12 @@ class Tenant:
 
 @final
 class FinishedRequest:
-    """The account of an ended request."""
+    """The account of an ended sequence: of a request, or of one of its `n` samples.
+
+    Each of the `n` ids of a request is reported once, also if it ends before it has its samples: with the reason of
+    the request then (`aborted` for an id that was aborted alone before). What the request cost until then is
+    in the account of branch 0; the others have 0 tokens, steps and preemptions.
+    """
 
     @property
     def request_id(self) -> int:
@@ -1524,7 +1529,8 @@ class Scheduler:
             deadline_seconds: the same in seconds, on the clock of `step`.
             n: sequences that go on from the prompt, with the ids from the returned one on. The prompt is
                 computed once; the step that ends it lists its last row n times in `sample_rows`, and `commit`
-                brings n tokens for it. What all need is promised at admission, or nothing.
+                brings n tokens for it. What all need is promised at admission, or nothing. Each of the n ids
+                is reported as finished, however and whenever the request ends.
             session: the session that it is a turn of: with one sequence, and with reuse.
             retention: what of it stays held after its end, however it ends, of each of its `n` samples and of
                 its forks; None for nothing. Needs an index and reuse; not for a turn of a session, and not
@@ -1549,7 +1555,10 @@ class Scheduler:
             InvalidArgumentError: the tenant is not of public scope or is of another scheduler.
         """
     def abort(self, request_id: int) -> bool:
-        """Ends a request wherever it is; False if it had ended. From any thread.
+        """Ends a request wherever it is, with all its samples; False if it had ended. From any thread.
+
+        The next `step` or `commit` reports each of its ids. The id of a sample other than the first ends that one
+        alone; before the request has its samples, it is reported when it gets them, or ends.
 
         Raises:
             InvalidArgumentError: for an id that was never issued.

@@ -134,3 +134,29 @@ def test_a_sample_aborted_before_its_request_splits_ends_with_a_record() -> None
         outcome = commit_samples(scheduler, scheduler.step())
         ends |= {ended.sequence_id: ended.reason for ended in outcome.finished}
     assert ends == {first: "length", first + 1: "aborted", first + 2: "length"}
+
+
+@pytest.mark.parametrize("cause", ["aborted", "deadline", "drained", "error"])
+def test_each_id_of_a_request_that_ends_before_it_splits_is_reported_once(cause: str) -> None:
+    _, scheduler = make(max_prefill_chunk=4)
+    tenant = scheduler.add_tenant("alice")
+    steps = 2 if cause == "deadline" else None
+    first = scheduler.submit(tenant, range(20), max_tokens=3, n=3, deadline_steps=steps)
+    batch = scheduler.step()
+    finished = list(batch.finished)
+    if cause == "error":
+        finished += scheduler.abandon(batch.step_id, "the device is gone", fail=True).finished
+    else:
+        finished += commit_samples(scheduler, batch).finished
+    if cause == "aborted":
+        assert scheduler.abort(first)
+    if cause == "drained":
+        scheduler.drain(deadline_steps=1)
+    while scheduler.has_work():
+        batch = scheduler.step()
+        finished += [*batch.finished, *commit_samples(scheduler, batch).finished]
+    assert [(one.sequence_id, one.branch, one.reason) for one in finished] == [
+        (first + branch, branch, cause) for branch in range(3)
+    ]
+    assert {one.request_id for one in finished} == {first}
+    assert [(one.prompt_tokens, one.steps > 0) for one in finished] == [(20, True), (0, False), (0, False)]

@@ -140,15 +140,14 @@ class Delivery:
         """
         now = time.perf_counter()
         for account in finished:
-            closed = self._registry.closed_by(account)
-            for generation in closed:
-                generation.account = account
-                if generation.finish_reason is None:
-                    generation.finish_reason = account.reason
-                    if generation.error is None and account.reason == "error":
-                        generation.error = account.detail
-                self._registry.counters_of(generation.tenant).note_ended(generation, account, now)
-                generation.has_ended = True
-                if generation.listener is not None:
-                    generation.listener.notify(generation)
-            self._registry.forget(closed)
+            generation = self._registry.find(account.sequence_id)
+            generation.account = account
+            if generation.finish_reason is None:
+                generation.finish_reason = account.reason
+                if generation.error is None and account.reason == "error":
+                    generation.error = account.detail
+            self._registry.counters_of(generation.tenant).note_ended(generation, account, now)
+            generation.has_ended = True
+            if generation.listener is not None:
+                generation.listener.notify(generation)
+            self._registry.forget(generation)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpager._core import Fingerprint, FinishedRequest, Scheduler, Session, Tenant
+from kvpager._core import Fingerprint, Scheduler, Session, Tenant
 from kvpager.engine.beams import BeamSearch
 from kvpager.engine.config import EngineConfig, GenerationParams
 from kvpager.engine.counters import TenantCounters
@@ -178,22 +178,10 @@ class Registry:
             request_id = generation.search.request_id
         return not generation.has_ended and self._scheduler.abort(request_id)
 
-    def closed_by(self, account: FinishedRequest) -> list[Generation]:
-        """The generations that an account is the last word of.
-
-        A search whose prompt was never computed ends by one account: its first token makes the other beams.
-        """
-        generation = self.find(account.sequence_id)
-        closed, search = [generation], generation.search
-        if search is not None and account.branch == 0 and account.output_tokens == 0:
-            closed = [member for member in search.members if member.request_id in self.live]
-        return closed
-
-    def forget(self, closed: list[Generation]) -> None:
-        """Takes them out of what is live: the last thing that happens to them."""
-        search = closed[0].search
-        for each in closed:
-            del self.live[each.request_id]
+    def forget(self, generation: Generation) -> None:
+        """Takes one out of what is live: the last thing that happens to it."""
+        search = generation.search
+        del self.live[generation.request_id]
         if search is not None and not any(member.request_id in self.live for member in search.members):
             with self._lock:
                 self.num_searches -= 1

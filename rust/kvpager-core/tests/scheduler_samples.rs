@@ -2,10 +2,14 @@
 
 mod support;
 
-use kvpager_core::scheduler::{AdmissionPolicy, FinishReason, Request};
+use kvpager_core::block_pool::Quota;
+use kvpager_core::scheduler::{AdmissionPolicy, FinishReason, Overflow, Request};
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
-use support::{Engine, config, expected_sample, next_token, prefix_hash, prompt, request};
+use std::sync::Arc;
+use support::{
+    Engine, NO_LIMIT, after_steps, config, expected_sample, next_token, prefix_hash, prompt, request,
+};
 
 fn samples(
     engine: &Engine,
@@ -94,6 +98,120 @@ fn samples_end_one_by_one_or_with_their_request() {
     engine.finish(3);
     assert!(branches(waiting, 4).iter().all(|&id| !engine.scheduler.abort(id).unwrap()));
     engine.check_idle();
+}
+
+/// Each id of a request for three samples has ended (`Engine::note` sees that none ended twice), and what the request cost
+/// is counted once.
+fn check_reported(engine: &Engine, first: SequenceId, reasons: [FinishReason; 3]) {
+    for (branch, (id, reason)) in branches(first, 3).into_iter().zip(reasons).enumerate() {
+        let ended = &engine.finished[&id];
+        assert_eq!((ended.branch as usize, ended.reason), (branch, reason));
+        let tokens = u64::from(ended.prompt_tokens + ended.cached_tokens + ended.output_tokens);
+        assert_eq!(tokens + ended.steps + ended.preemptions > 0, branch == 0, "{ended:?}");
+        assert_eq!(ended.detail.is_some(), ended.reason == FinishReason::Error);
+        assert!(!engine.scheduler.abort(id).unwrap());
+    }
+    engine.check_idle();
+}
+
+/// What ends a request of three samples before it has them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cause {
+    Abort,
+    AbortPaused,
+    AbortAlone,
+    Deadline,
+    Drain,
+    Quota,
+    Reset,
+    Fail,
+}
+
+impl Cause {
+    fn reasons(self) -> [FinishReason; 3] {
+        use FinishReason::{Aborted, Capacity, Drained, Error};
+        match self {
+            Self::Abort | Self::AbortPaused | Self::Reset => [Aborted; 3],
+            // The others end later, by the deadline.
+            Self::AbortAlone => [FinishReason::Deadline, Aborted, FinishReason::Deadline],
+            Self::Deadline => [FinishReason::Deadline; 3],
+            Self::Drain => [Drained; 3],
+            Self::Quota => [Capacity; 3],
+            Self::Fail => [Error; 3],
+        }
+    }
+
+    fn act(self, engine: &mut Engine, tenant: &kvpager_core::scheduler::Tenant, first: SequenceId) {
+        let scheduler = Arc::clone(&engine.scheduler);
+        match self {
+            Self::Abort => assert!(scheduler.abort(first).unwrap()),
+            Self::AbortPaused => {
+                assert!(scheduler.pause(first).unwrap());
+                engine.turn();
+                assert!(scheduler.abort(first).unwrap());
+            }
+            Self::AbortAlone => assert!(scheduler.abort(SequenceId(first.0 + 1)).unwrap()),
+            Self::Deadline => {}
+            Self::Drain => scheduler.drain(after_steps(1)).unwrap(),
+            Self::Quota => {
+                engine.pool.set_quota(tenant.account, Quota { guaranteed: 0, limit: 4 }).unwrap();
+            }
+            Self::Reset => {
+                assert!(scheduler.abort(first).unwrap());
+                scheduler.reset_cache(true).unwrap();
+            }
+            Self::Fail => engine.abandoned_turn(true),
+        }
+    }
+}
+
+#[test]
+fn a_request_that_ends_before_it_has_its_samples_reports_each_of_its_ids_once() {
+    use Cause::{Abort, AbortAlone, AbortPaused, Deadline, Drain, Fail, Quota, Reset};
+    for (is_started, causes) in [
+        (false, &[Abort, AbortPaused, AbortAlone, Deadline, Drain, Quota, Reset][..]),
+        (true, &[Abort, AbortPaused, AbortAlone, Deadline, Drain, Fail, Reset][..]),
+    ] {
+        for &cause in causes {
+            let mut config = config(4);
+            config.max_prefill_chunk = 2;
+            let mut engine = Engine::new(64, config, true);
+            let (before, tenant) = (engine.tenant("before"), engine.tenant("a"));
+            let old = (!is_started).then(|| samples(&engine, &before, 2, 2, 12, 8).unwrap());
+            engine.turn();
+            let deadline = if matches!(cause, Deadline | AbortAlone) { after_steps(4) } else { NO_LIMIT };
+            let wanted = Request { n: 3, deadline, ..request(&tenant, &prompt(1, 20), 4) };
+            let first = engine.scheduler.submit(wanted).unwrap();
+            engine.turn();
+            assert!(engine.finished.is_empty());
+            cause.act(&mut engine, &tenant, first);
+            engine.finish(40);
+            check_reported(&engine, first, cause.reasons());
+            assert_eq!(engine.finished.len(), 3 + old.map_or(0, |_| 8), "{cause:?}");
+        }
+    }
+}
+
+#[test]
+fn a_request_that_is_refused_room_before_it_has_its_samples_reports_each_of_its_ids_once() {
+    for aborts in [false, true] {
+        let mut config = config(4);
+        config.policy = AdmissionPolicy::Watermark { free_share: 0.0 };
+        (config.overflow, config.max_prefill_chunk) = (Overflow::Refuse, 1);
+        let mut engine = Engine::new(12, config, true);
+        let tenant = engine.tenant("a");
+        let old = engine.submit(&tenant, &prompt(2, 4), 36).unwrap();
+        engine.turn();
+        let first = samples(&engine, &tenant, 1, 22, 1, 3).unwrap();
+        engine.turn();
+        if aborts {
+            assert!(engine.scheduler.abort(SequenceId(first.0 + 2)).unwrap());
+        }
+        engine.finish(60);
+        let last = if aborts { FinishReason::Aborted } else { FinishReason::Capacity };
+        check_reported(&engine, first, [FinishReason::Capacity, FinishReason::Capacity, last]);
+        assert_eq!(engine.finished[&old].reason, FinishReason::Length);
+    }
 }
 
 #[test]
@@ -199,8 +317,7 @@ proptest! {
         engine.check_idle();
         for (first, prompt, max, n) in accepted {
             for (i, id) in branches(first, u64::from(n)).into_iter().enumerate() {
-                let Some(ended) = engine.finished.get(&id) else { continue };
-                if ended.reason == FinishReason::Length {
+                if engine.finished[&id].reason == FinishReason::Length {
                     prop_assert_eq!(&engine.outputs[&id], &expected_sample(&prompt, max, i as u64));
                 }
             }

@@ -10,7 +10,6 @@ use super::fork::Copies;
 use super::host_tier::HostTier;
 use super::inbox::Inbox;
 use super::kept::KeptPrefixes;
-use super::lifecycle::end_ids;
 use super::open_steps::{OpenStep, PlannedRow};
 use super::pause::{Halted, PausedRequest};
 use super::phases::Phases;
@@ -51,8 +50,8 @@ pub(super) struct Core {
     pub(super) compartments: Vec<Compartment>,
     /// Sequences that the step that closed last moved between the tiers.
     pub(super) moved: Vec<SequenceId>,
-    /// Requests that ended while a step was planned, for the inbox to forget.
-    pub(super) refused: Vec<SequenceId>,
+    /// Ids, with their branch, that ended while a step was planned, for the inbox to forget.
+    pub(super) refused: Vec<(SequenceId, u32)>,
     /// Running sequences that are to be halted.
     pub(super) pausing: Vec<SequenceId>,
     pub(super) halted: Vec<Halted>,
@@ -187,54 +186,48 @@ impl Core {
             };
             // `remove`, not `swap_remove`: age is the order of service.
             let mut sequence = self.running.remove(position);
-            finished.push(self.end_running(&mut sequence, reason, detail, inbox)?);
+            self.end_running(&mut sequence, reason, detail, inbox)?;
         }
-        self.remove_ended_parked(inbox, finished, detail)
+        self.remove_ended_parked(inbox, detail)?;
+        finished.append(&mut self.ended);
+        Ok(())
     }
 
-    fn remove_ended_parked(
-        &mut self,
-        inbox: &Inbox,
-        finished: &mut Vec<FinishedRequest>,
-        detail: Option<&Arc<str>>,
-    ) -> Result<()> {
+    fn remove_ended_parked(&mut self, inbox: &Inbox, detail: Option<&Arc<str>>) -> Result<()> {
         let ended = |sequence: &Sequence| sequence.ending;
         while let Some(position) = self.parked.iter().position(|sequence| ended(sequence).is_some()) {
             let mut sequence = self.parked.remove(position);
             let Some(reason) = sequence.ending else { break };
-            finished.push(self.end_running(&mut sequence, reason, detail, inbox)?);
+            self.end_running(&mut sequence, reason, detail, inbox)?;
         }
         Ok(())
     }
 
-    /// Ends a sequence that has been taken out of where it ran; returns its account.
+    /// Ends a sequence that has been taken out of where it ran; its account goes to `ended`.
     pub(super) fn end_running(
         &mut self,
         sequence: &mut Sequence,
         reason: FinishReason,
         detail: Option<&Arc<str>>,
         inbox: &Inbox,
-    ) -> Result<FinishedRequest> {
+    ) -> Result<()> {
         sequence.ending.get_or_insert(reason);
         self.leave_promise(sequence)?;
         let branches = self.take_branches(sequence);
         self.end_carried(branches, reason, detail, inbox);
         self.sets.leave(sequence.id);
-        end_ids(inbox, sequence.id, sequence.request.n);
-        inbox.forget_samples(sequence.id, sequence.progress.branch);
         if matches!(reason, FinishReason::Stop | FinishReason::Length) {
             let tenant = sequence.request.tenant.index;
             self.own(sequence.id).lengths.learn(tenant, sequence.known_age, sequence.num_outputs());
         }
         self.deadlines.remove(sequence.id, sequence.request.deadline, sequence.progress.arrival());
         self.uncall(sequence.id);
-        let account = sequence.account(reason, detail.cloned());
+        self.report_end(&sequence.account(reason, detail.cloned()), sequence.request.n, inbox);
         let was_parked = sequence.parked.is_some();
         if let (Some(host), Some(parked)) = (&self.host, sequence.parked.take()) {
             host.release(&parked.blocks)?;
         }
-        self.release_device(sequence, was_parked)?;
-        Ok(account)
+        self.release_device(sequence, was_parked)
     }
 
     /// Nobody makes room for a parked sequence any more.

@@ -3,7 +3,7 @@
 use super::Scheduler;
 use super::core::Core;
 use super::inbox::{Inbox, Message};
-use super::request::{Deadline, FinishReason, WaitingRequest};
+use super::request::{Deadline, FinishReason, FinishedRequest, WaitingRequest};
 use super::sequence::Sequence;
 use crate::ids::SequenceId;
 use crate::{Error, Result};
@@ -20,8 +20,8 @@ pub struct CacheReset {
 
 impl Scheduler {
     /// Ends a request wherever it is, with all its samples; false if it had ended. A sample other than the first is
-    /// ended alone by its own id. From any thread. Its blocks come back in the next
-    /// `step` or `commit`.
+    /// ended alone by its own id. From any thread. Its blocks come back in the next `step` or `commit`, which reports
+    /// each id that ended; one ended alone before the request has its samples is reported when it has, or has ended.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for an id that was never issued.
@@ -136,8 +136,7 @@ impl Core {
             self.end_carrier(id, reason, inbox);
         } else if let Some(i) = self.halted.iter().position(|halted| halted.sequence.id == id) {
             let mut sequence = self.halted.remove(i).sequence;
-            let account = self.end_running(&mut sequence, reason, None, inbox)?;
-            self.ended.push(account);
+            self.end_running(&mut sequence, reason, None, inbox)?;
         } else if let Some(position) = self.position(id) {
             self.running[position].ending.get_or_insert(reason);
         } else if let Ok(position) = self.parked.binary_search_by_key(&id, |sequence| sequence.id) {
@@ -171,10 +170,22 @@ impl Core {
         }
         self.sets.leave(waiting.id);
         super::limits::leave_places(&waiting, &inbox.places);
-        end_ids(inbox, waiting.id, waiting.request.n);
-        inbox.forget_samples(waiting.id, waiting.progress.branch);
         self.deadlines.remove(waiting.id, waiting.request.deadline, waiting.progress.arrival());
-        self.ended.push(waiting.account(reason, self.last_step.0));
+        let n = waiting.request.n;
+        self.report_end(&waiting.account(reason, self.last_step.0), n, inbox);
+    }
+
+    /// Ends and reports each id of a request that has not become its `n` samples yet, or of one sequence.
+    pub(super) fn report_end(&mut self, account: &FinishedRequest, n: u32, inbox: &Inbox) {
+        for branch in 0..n {
+            let mut ended = account.of_sample(branch);
+            if !inbox.end_id(ended.id) && branch > 0 {
+                // Aborted by its own id before.
+                (ended.reason, ended.detail) = (FinishReason::Aborted, None);
+            }
+            self.ended.push(ended);
+        }
+        inbox.forget_samples(account.id, account.branch);
     }
 
     /// Ends whatever is past its time.
@@ -238,12 +249,5 @@ impl Core {
             reset.num_evicted = index.evict(u32::MAX);
         }
         Ok(reset)
-    }
-}
-
-/// Ends the ids of a request that has not become several samples yet, or of one sequence.
-pub(super) fn end_ids(inbox: &Inbox, id: SequenceId, n: u32) {
-    for id in id.0..id.0 + u64::from(n) {
-        inbox.end_id(SequenceId(id));
     }
 }

@@ -26,9 +26,7 @@ impl Core {
         self.phases.name_step(self.last_step.0);
         self.phases.lap(Phase::Inbox);
         let decided = self.decide(inbox);
-        self.refused.drain(..).for_each(|id| {
-            inbox.end_id(id);
-        });
+        self.end_refused(inbox);
         let epoch = match self.pool.open_step() {
             Ok(epoch) => epoch,
             Err(error) => {

@@ -11,7 +11,8 @@
 use super::compartments::{Coming, compartment_of, range_of};
 use super::core::Core;
 use super::host_tier::Overflow;
-use super::request::{FinishReason, WaitingRequest};
+use super::inbox::Inbox;
+use super::request::{FinishReason, FinishedRequest, WaitingRequest};
 use super::scopes::TenantScope;
 use super::sequence::Sequence;
 use super::swap::MIN_TAIL_BLOCKS;
@@ -412,11 +413,9 @@ impl Core {
             if let Some(reason) = sequence.ending {
                 let branches = self.take_branches(&mut sequence);
                 branches.into_iter().for_each(|branch| self.refuse_branch(branch, reason));
-                self.refused
-                    .extend((0..u64::from(sequence.request.n)).map(|i| SequenceId(sequence.id.0 + i)));
                 self.deadlines.remove(sequence.id, sequence.request.deadline, sequence.progress.arrival());
                 self.sets.leave(sequence.id);
-                self.ended.push(sequence.account(reason, None));
+                self.report_refused(&sequence.account(reason, None), sequence.request.n);
                 self.strip(&mut sequence)?;
                 continue;
             }
@@ -432,10 +431,31 @@ impl Core {
     }
 
     fn refuse_branch(&mut self, branch: WaitingRequest, reason: FinishReason) {
-        self.refused.push(branch.id);
         self.deadlines.remove(branch.id, branch.request.deadline, branch.progress.arrival());
         self.sets.leave(branch.id);
-        self.ended.push(branch.account(reason, self.last_step.0));
+        let n = branch.request.n;
+        self.report_refused(&branch.account(reason, self.last_step.0), n);
+    }
+
+    /// [`Core::report_end`] in two halves: the ids end when the step is planned.
+    fn report_refused(&mut self, account: &FinishedRequest, n: u32) {
+        for branch in 0..n {
+            let ended = account.of_sample(branch);
+            self.refused.push((ended.id, ended.branch));
+            self.ended.push(ended);
+        }
+    }
+
+    /// Ends the ids of what this step has refused.
+    pub(super) fn end_refused(&mut self, inbox: &Inbox) {
+        while let Some((id, branch)) = self.refused.pop() {
+            if !inbox.end_id(id) && branch > 0 {
+                // Aborted by its own id before.
+                let ended = self.ended.iter_mut().filter(|ended| ended.id == id);
+                ended.for_each(|ended| ended.reason = FinishReason::Aborted);
+            }
+            inbox.forget_samples(id, branch);
+        }
     }
 
     /// Takes row and blocks, here and on the host, from a sequence that is out of where it ran.

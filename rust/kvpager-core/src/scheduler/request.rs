@@ -153,7 +153,8 @@ impl FinishReason {
     }
 }
 
-/// The account of an ended request.
+/// The account of a sequence that ended. A request that ends before it has its samples has one for each of them all the
+/// same, with the same reason; what it cost is in that of branch 0, the other ones have 0 tokens, steps and preemptions.
 #[derive(Clone, Debug)]
 pub struct FinishedRequest {
     /// The sequence; of a request with one sequence it is the request's id.
@@ -178,6 +179,25 @@ pub struct FinishedRequest {
     pub queue_steps: u64,
     /// Times its blocks were taken back while it ran.
     pub preemptions: u64,
+}
+
+impl FinishedRequest {
+    /// The account of a sample that its request ended without, from that of the request.
+    pub(super) fn of_sample(&self, branch: u32) -> Self {
+        if branch == 0 {
+            return self.clone();
+        }
+        Self {
+            id: SequenceId(self.id.0 + u64::from(branch)),
+            branch,
+            prompt_tokens: 0,
+            cached_tokens: 0,
+            output_tokens: 0,
+            steps: 0,
+            preemptions: 0,
+            ..self.clone()
+        }
+    }
 }
 
 /// What a request has behind it; it survives a preemption.

@@ -110,9 +110,8 @@ impl Core {
             let id = SequenceId(first.0 + i as u64);
             if !inbox.is_live(id) {
                 // Aborted while its request was one sequence: it ends here, without a token.
-                let mut ended = self.running[position].account(FinishReason::Aborted, None);
-                (ended.id, ended.branch) = (id, i as u32);
-                self.ended.push(ended);
+                let request = self.running[position].account(FinishReason::Aborted, None);
+                self.ended.push(request.of_sample(i as u32));
                 continue;
             }
             let mut pin = None;
