@@ -159,4 +159,8 @@ def test_each_id_of_a_request_that_ends_before_it_splits_is_reported_once(cause:
         (first + branch, branch, cause) for branch in range(3)
     ]
     assert {one.request_id for one in finished} == {first}
-    assert [(one.prompt_tokens, one.steps > 0) for one in finished] == [(20, True), (0, False), (0, False)]
+    assert {repr(one) for one in finished} == {
+        f'FinishedRequest(request_id={first}, branch={branch}, reason="{cause}")' for branch in range(3)
+    }
+    assert [one.prompt_tokens for one in finished] == [20, 0, 0]
+    assert [one.steps for one in finished[1:]] == [0, 0]

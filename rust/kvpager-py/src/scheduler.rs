@@ -160,7 +160,8 @@ impl PyFinishedRequest {
     }
 
     fn __repr__(&self) -> String {
-        format!("FinishedRequest(request_id={}, reason={:?})", self.0.id, self.reason())
+        let (id, branch, reason) = (self.request_id(), self.0.branch, self.reason());
+        format!("FinishedRequest(request_id={id}, branch={branch}, reason={reason:?})")
     }
 }
 
