@@ -109,7 +109,7 @@ fn check_reported(engine: &Engine, first: SequenceId, reasons: [FinishReason; 3]
         let tokens = u64::from(ended.prompt_tokens + ended.cached_tokens + ended.output_tokens);
         assert_eq!(tokens + ended.steps + ended.preemptions > 0, branch == 0, "{ended:?}");
         assert_eq!(ended.detail.is_some(), ended.reason == FinishReason::Error);
-        assert!(!engine.scheduler.abort(id).unwrap());
+        assert!(!engine.scheduler.abort(id).expect("it was issued"));
     }
     engine.check_idle();
 }
@@ -144,21 +144,21 @@ impl Cause {
     fn act(self, engine: &mut Engine, tenant: &kvpager_core::scheduler::Tenant, first: SequenceId) {
         let scheduler = Arc::clone(&engine.scheduler);
         match self {
-            Self::Abort => assert!(scheduler.abort(first).unwrap()),
+            Self::Abort => assert!(scheduler.abort(first).expect("it was issued")),
             Self::AbortPaused => {
-                assert!(scheduler.pause(first).unwrap());
+                assert!(scheduler.pause(first).expect("it was issued"));
                 engine.turn();
-                assert!(scheduler.abort(first).unwrap());
+                assert!(scheduler.abort(first).expect("it was issued"));
             }
-            Self::AbortAlone => assert!(scheduler.abort(SequenceId(first.0 + 1)).unwrap()),
+            Self::AbortAlone => assert!(scheduler.abort(SequenceId(first.0 + 1)).expect("it was issued")),
             Self::Deadline => {}
-            Self::Drain => scheduler.drain(after_steps(1)).unwrap(),
+            Self::Drain => scheduler.drain(after_steps(1)).expect("a deadline"),
             Self::Quota => {
-                engine.pool.set_quota(tenant.account, Quota { guaranteed: 0, limit: 4 }).unwrap();
+                engine.pool.set_quota(tenant.account, Quota { guaranteed: 0, limit: 4 }).expect("a quota");
             }
             Self::Reset => {
-                assert!(scheduler.abort(first).unwrap());
-                scheduler.reset_cache(true).unwrap();
+                assert!(scheduler.abort(first).expect("it was issued"));
+                scheduler.reset_cache(true).expect("no step is open");
             }
             Self::Fail => engine.abandoned_turn(true),
         }
