@@ -1105,9 +1105,9 @@ class Tenant:
 class FinishedRequest:
     """The account of an ended sequence: of a request, or of one of its `n` samples.
 
-    Each of the `n` ids of a request is reported once, also if it ends before it has its samples: with the reason of
-    the request then (`aborted` for an id that was aborted alone before). What the request cost until then is
-    in the account of branch 0; the others have 0 tokens, steps and preemptions.
+    Each of the `n` ids of a request is reported once, also if it ends before it has its samples: with the
+    reason of the request then (`aborted` for an id that was aborted alone before). What the request cost until
+    then is in the account of branch 0; the others have 0 tokens, steps and preemptions.
     """
 
     @property
@@ -1557,8 +1557,8 @@ class Scheduler:
     def abort(self, request_id: int) -> bool:
         """Ends a request wherever it is, with all its samples; False if it had ended. From any thread.
 
-        The next `step` or `commit` reports each of its ids. The id of a sample other than the first ends that one
-        alone; before the request has its samples, it is reported when it gets them, or ends.
+        The next `step` or `commit` reports each of its ids. The id of a sample other than the first ends that
+        one alone; before the request has its samples, it is reported when it gets them, or ends.
 
         Raises:
             InvalidArgumentError: for an id that was never issued.
