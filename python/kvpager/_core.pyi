@@ -1106,8 +1106,8 @@ class FinishedRequest:
     """The account of an ended sequence: of a request, or of one of its `n` samples.
 
     Each of the `n` ids of a request is reported once, also if it ends before it has its samples: with the
-    reason of the request then (`aborted` for an id that was aborted alone before). What the request cost until
-    then is in the account of branch 0; the others have 0 tokens, steps and preemptions.
+    reason of the request then (`aborted` for an id that was aborted alone before). What the request cost
+    until then is in the account of branch 0; the others have 0 tokens, steps and preemptions.
     """
 
     @property
