@@ -461,6 +461,26 @@ impl World {
     }
 }
 
+/// What an abandoned step took ahead of what is computed is promised to a beam still when it goes on from another.
+#[test]
+fn a_beam_that_goes_on_from_another_keeps_what_an_abandoned_step_took_for_it() {
+    for (turns, point, seed) in (0..7 * support::CRASH_POINTS as u32 * 6)
+        .map(|i| (i % 7, (i / 7) as usize % support::CRASH_POINTS, i / 7 / support::CRASH_POINTS as u32))
+    {
+        // Prompt, growth of each beam: all nine.
+        let engine = Engine::new(9, config(2), false);
+        let tenant = engine.tenant("a");
+        let mut world = World { engine, tenant, prompts: HashMap::new(), sets: Vec::new(), ids: Vec::new() };
+        world.apply(&Operation::Submit { seed: 0, length: 2, max_tokens: 8, n: 2, priority: 0 });
+        (0..=turns).for_each(|_| world.apply(&Operation::Turn));
+        world.apply(&Operation::Crash(point));
+        world.reorder(world.ids[0], seed);
+        (0..60).for_each(|_| world.apply(&Operation::Turn));
+        assert!(!world.engine.scheduler.has_work().unwrap(), "{turns} turns, crash {point}, seed {seed}");
+        world.engine.check_idle();
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 

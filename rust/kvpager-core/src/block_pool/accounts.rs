@@ -56,6 +56,8 @@ pub(super) struct Account {
     pub(super) quarantined: AtomicI64,
     /// Beside what is used: in the index and not held.
     pub(super) cached: AtomicI64,
+    /// Of what is used: stays until its owner lets it go, whoever is short.
+    pinned: AtomicU32,
 }
 
 impl Account {
@@ -70,6 +72,7 @@ impl Account {
             reserved: AtomicI64::new(0),
             quarantined: AtomicI64::new(0),
             cached: AtomicI64::new(0),
+            pinned: AtomicU32::new(0),
         }
     }
 }
@@ -297,15 +300,29 @@ impl Accounts {
         }
     }
 
-    /// Most blocks that an account can ever have committed as quotas are: its limit, and what is not guaranteed
-    /// to others.
+    pub(super) fn set_pinned(&self, id: AccountId, num_blocks: u32) -> Result<()> {
+        // Relaxed: a hint of what can never be there; blocks are counted by the words.
+        self.get(id)?.pinned.store(num_blocks, Ordering::Relaxed);
+        Ok(())
+    }
+
+    pub(super) fn pinned(&self, id: AccountId) -> Result<u32> {
+        Ok(self.get(id)?.pinned.load(Ordering::Relaxed))
+    }
+
+    /// Most blocks that an account can ever have committed as quotas are: its limit, and what is neither guaranteed
+    /// to others nor pinned by them.
     pub(super) fn reachable(&self, id: AccountId) -> Result<u32> {
-        let own = self.quota(id)?;
+        Ok(self.quota(id)?.limit.min(self.beside_others(id)?))
+    }
+
+    /// What is neither guaranteed to others nor pinned by them.
+    pub(super) fn beside_others(&self, id: AccountId) -> Result<u32> {
         let mut others = 0u32;
         for other in self.ids().filter(|other| *other != id) {
-            others += self.quota(other)?.guaranteed;
+            others += self.quota(other)?.guaranteed.max(self.pinned(other)?);
         }
-        Ok(own.limit.min(self.permits.capacity().saturating_sub(others)))
+        Ok(self.permits.capacity().saturating_sub(others))
     }
 
     /// Blocks that an account could commit now.

@@ -188,13 +188,38 @@ impl<const FAULT: u8> BlockPool<FAULT> {
         self.accounts.set_quota::<FAULT>(account, quota)
     }
 
-    /// Most blocks that an account can ever have committed as quotas are now: its limit, and what is not
-    /// guaranteed to others.
+    /// Says how many of an account's blocks stay until their owner lets them go, whoever is short: nobody else can
+    /// ever have them, and [`BlockPool::reachable`] counts them so.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an unknown account.
+    pub fn set_pinned(&self, account: AccountId, num_blocks: u32) -> Result<()> {
+        self.accounts.set_pinned(account, num_blocks)
+    }
+
+    /// What [`BlockPool::set_pinned`] said last.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an unknown account.
+    pub fn pinned(&self, account: AccountId) -> Result<u32> {
+        self.accounts.pinned(account)
+    }
+
+    /// Most blocks that an account can ever have committed as quotas are now: its limit, and what is neither
+    /// guaranteed to others nor pinned by them.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for an unknown account.
     pub fn reachable(&self, account: AccountId) -> Result<u32> {
         self.accounts.reachable(account)
+    }
+
+    /// [`BlockPool::reachable`] without the account's own limit.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an unknown account.
+    pub fn beside_others(&self, account: AccountId) -> Result<u32> {
+        self.accounts.beside_others(account)
     }
 
     /// Blocks that an account could reserve now. While other threads work it is a hint, not a promise.

@@ -44,9 +44,7 @@ impl Core {
         let Some(waiting) = self.queue.get(tenant, head) else { return Ok(false) };
         let need = waiting.lifetime_blocks(&self.config);
         let places = self.compartments[waiting.request.tenant.compartment].bounds.max_running;
-        let may_fit =
-            need <= self.pool.reachable(waiting.request.tenant.account)? && waiting.num_sequences() <= places;
-        if may_fit && !self.is_published_full(waiting)? {
+        if waiting.num_sequences() <= places && self.is_within_reach(&waiting.request, need)? {
             return Ok(false);
         }
         if let Some(waiting) = self.queue.remove_set(head.1) {

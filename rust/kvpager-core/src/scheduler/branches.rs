@@ -237,13 +237,12 @@ impl Core {
     pub(super) fn end_set_beyond_reach(&mut self, id: SequenceId) -> Result<()> {
         let Some(position) = self.position(id) else { return Ok(()) };
         let sequence = &self.running[position];
-        let account = sequence.request.tenant.account;
         let mut need = self.num_held_by_set(sequence) as u32 + num_copies(self.running_set(sequence));
         for branch in self.running_set(sequence) {
             let end = self.config.blocks_for(branch.frontier() + 1);
             need += end.saturating_sub(branch.blocks.len() as u32);
         }
-        if need > self.pool.reachable(account)? {
+        if need > self.reach_of(sequence)? {
             for id in self.sets.members(id) {
                 if let Some(position) = self.position(id) {
                     self.running[position].ending.get_or_insert(FinishReason::Capacity);

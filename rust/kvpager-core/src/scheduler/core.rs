@@ -16,7 +16,7 @@ use super::phases::Phases;
 use super::queue::Place;
 use super::queue::Queue;
 use super::request::{Deadline, FinishReason, FinishedRequest};
-use super::scopes::Published;
+use super::scopes::{Published, TenantScope};
 use super::sequence::Sequence;
 use super::swap::Swaps;
 use crate::block_pool::{BlockPool, Reclaim, Reservation};
@@ -248,13 +248,19 @@ impl Core {
         own.frees_at = newest.or(own.frees_at);
         self.queue.note_end(sequence.request.tenant.index);
         let pin = sequence.pin.take();
+        let indexed = match sequence.request.tenant.scope() {
+            TenantScope::Public if self.config.keeps_first() => {
+                sequence.blocks[..sequence.num_indexed as usize].to_vec()
+            }
+            _ => Vec::new(),
+        };
         let published = self.publish_groups(sequence, pin.as_ref())?;
         let (own, attached) = sequence.take_blocks();
         if let (Some(index), false) = (&self.index, attached.is_empty()) {
             index.leave_all_attached(&attached, sequence.request.tenant.account)?;
         }
         self.pool.release(&own)?;
-        self.let_pin_go(sequence, pin, published)
+        self.let_pin_go(sequence, pin, indexed, published)
     }
 
     /// Gives a sequence the blocks that cover `num_tokens` positions. `Ok(Err(error))` says what is short: the

@@ -138,7 +138,7 @@ impl Core {
             need += total.saturating_sub(branch.blocks.len() as u32);
         }
         let tenant = &sequence.request.tenant;
-        let reachable = self.pool.reachable(tenant.account)?;
+        let reachable = self.reach_of(sequence)?;
         if need <= reachable {
             return Ok(());
         }

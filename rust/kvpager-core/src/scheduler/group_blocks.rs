@@ -449,19 +449,6 @@ pub(super) fn rest_tables<'a>(
     (!keeps_first).then_some(first).into_iter().chain(others)
 }
 
-/// Pins what the index has, in all groups, of a request's known tokens, but for the last one, which is always
-/// computed. The first group's blocks go to `blocks`.
-pub(super) fn look_up_groups(
-    index: Option<&Arc<PrefixIndex>>,
-    request: &Request,
-    reach: Reach,
-    config: &SchedulerConfig,
-    blocks: &mut Vec<BlockHandle>,
-) -> Result<Option<ChainPin>> {
-    let tokens = &request.prompt[..request.prompt.len().saturating_sub(1)];
-    find_groups(index, request, reach, tokens, config, blocks)
-}
-
 /// Pins what the index has, in all groups, of whole blocks of a request's `tokens`.
 pub(super) fn find_groups(
     index: Option<&Arc<PrefixIndex>>,

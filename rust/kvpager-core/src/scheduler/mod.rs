@@ -432,7 +432,10 @@ impl Scheduler {
             ));
         }
         let need = self.config.lifetime_blocks(prompt as u32, request.max_tokens);
-        let reachable = self.pool.reachable(request.tenant.account)?;
+        let mut reachable = self.pool.reachable(request.tenant.account)?;
+        if need > reachable {
+            reachable += scopes::peek_public(self.index.as_ref(), request, &self.config)?;
+        }
         if request.n != 1 && need <= reachable {
             let common = || self.common_running.load(Ordering::Relaxed);
             let places = request.tenant.max_running.unwrap_or_else(common);

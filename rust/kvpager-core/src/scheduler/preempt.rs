@@ -93,12 +93,10 @@ impl Core {
                 Room::Now => {}
                 Room::Later => return Ok(false),
                 Room::None => {
-                    let sequence = &mut self.running[position];
-                    let account = sequence.request.tenant.account;
                     if self.sets.is_branch(id) {
                         self.end_set_beyond_reach(id)?;
-                    } else if self.config.grown_blocks(end) > self.pool.reachable(account)? {
-                        sequence.ending = Some(FinishReason::Capacity);
+                    } else if self.config.grown_blocks(end) > self.reach_of(&self.running[position])? {
+                        self.running[position].ending = Some(FinishReason::Capacity);
                     }
                     return Ok(false);
                 }

@@ -188,8 +188,8 @@ impl Core {
         Ok(())
     }
 
-    /// Gives a beam what it inherits for what it has. A block of its own that it will need for a copy goes back into
-    /// what is promised to it.
+    /// Gives a beam what it inherits for what it has. What it will need again goes back into what is promised to it: a
+    /// block of its own that it needs for a copy, and those that an abandoned step took ahead of what is computed.
     fn inherit(
         &mut self,
         change: Inheritance,
@@ -199,6 +199,10 @@ impl Core {
     ) -> Result<()> {
         let needs_copy = is_partial && !self.running[change.position].shares_tail();
         let sequence = &mut self.running[change.position];
+        let ahead = sequence.blocks.split_off(blocks.len().min(sequence.blocks.len()));
+        if !ahead.is_empty() {
+            sequence.reservation.put_back(&ahead)?;
+        }
         let mut own = sequence.blocks.split_off(sequence.num_indexed as usize);
         if let (true, Some(&tail)) = (needs_copy, own.last())
             && self.pool.is_exclusive(tail)?

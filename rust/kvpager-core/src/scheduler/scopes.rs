@@ -7,14 +7,15 @@
 use super::Scheduler;
 use super::config::SchedulerConfig;
 use super::core::Core;
-use super::group_blocks::look_up_groups;
-use super::request::{Request, WaitingRequest};
+use super::group_blocks::find_groups;
+use super::request::Request;
 use super::sequence::Sequence;
 use super::tenant::Tenant;
 use crate::block_pool::Quota;
 use crate::ids::{AccountId, BlockHandle, NamespaceId};
 use crate::prefix_index::{ChainPin, Fingerprint, Isolation, PrefixIndex, ScopeChain, ShareScope};
 use crate::{Error, Result};
+use hashbrown::HashSet;
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -168,8 +169,8 @@ pub(super) struct Scopes {
     chain: ScopeChain,
     /// Its last namespace alone: for when a shared scope has no room to hold what it has.
     own: ScopeChain,
-    /// What a salted request has before its own namespace.
-    public: Option<ScopeChain>,
+    /// What a salted request has before its own namespace, and who pays for it.
+    public: Option<(ScopeChain, AccountId)>,
     fingerprint: Fingerprint,
     account: AccountId,
 }
@@ -198,7 +199,8 @@ impl Scopes {
         } else {
             (index.chain(&namespaces)?, index.chain(&[last])?)
         };
-        let public = sharing.public.as_ref().and_then(|other| other.scopes()).map(|o| o.chain.clone());
+        let public = sharing.public.as_ref().and_then(|other| other.scopes());
+        let public = public.map(|other| (other.chain.clone(), other.account));
         Ok(Self { chain, own, public, fingerprint: fingerprint.clone(), account })
     }
 
@@ -217,7 +219,7 @@ impl Scopes {
         let Some(salt) = salt else { return Ok(Cow::Borrowed(&self.chain)) };
         let scope = ShareScope::Salted { tenant: tenant.to_owned(), salt: salt.to_vec() };
         let own = index.namespace(&scope, &self.fingerprint, self.account)?;
-        let mut namespaces: Vec<_> = self.public.iter().map(ScopeChain::last).collect();
+        let mut namespaces: Vec<_> = self.public.iter().map(|public| public.0.last()).collect();
         namespaces.push(own);
         Ok(Cow::Owned(index.chain(&namespaces)?))
     }
@@ -235,13 +237,30 @@ struct PublishedPrefix {
     owner: usize,
     /// Drops the first group's blocks when it goes.
     _pin: ChainPin,
+    /// The first group's blocks.
+    blocks: Vec<BlockHandle>,
     /// Blocks of further groups.
     attached: Vec<BlockHandle>,
 }
 
 impl Published {
-    fn keep(&mut self, tenant: &Tenant, pin: ChainPin, attached: Vec<BlockHandle>) {
-        self.prefixes.push(PublishedPrefix { owner: tenant.index, _pin: pin, attached });
+    fn of(&self, tenant: &Tenant) -> impl Iterator<Item = &PublishedPrefix> {
+        let owner = tenant.index;
+        self.prefixes.iter().filter(move |prefix| prefix.owner == owner)
+    }
+
+    /// How many different blocks a tenant has published.
+    fn num_blocks(&self, tenant: &Tenant) -> u32 {
+        let blocks = self.of(tenant).flat_map(|prefix| prefix.blocks.iter().chain(&prefix.attached));
+        blocks.collect::<HashSet<_>>().len() as u32
+    }
+
+    /// How many of the blocks of a prefix are published.
+    fn num_of(&self, prefix: &[BlockHandle]) -> usize {
+        let common = |published: &PublishedPrefix| {
+            prefix.iter().zip(&published.blocks).take_while(|(one, other)| one == other).count()
+        };
+        self.prefixes.iter().map(common).max().unwrap_or(0)
     }
 
     /// Lets everything of a tenant go; returns how many prefixes there were.
@@ -249,8 +268,7 @@ impl Published {
         let before = self.prefixes.len();
         if let Some(index) = index {
             // Before the pins: what goes with its home goes at once then.
-            let mut own = self.prefixes.iter().filter(|prefix| prefix.owner == tenant.index);
-            own.try_for_each(|prefix| index.unpublish_attached(&prefix.attached))?;
+            self.of(tenant).try_for_each(|prefix| index.unpublish_attached(&prefix.attached))?;
         }
         self.prefixes.retain(|prefix| prefix.owner != tenant.index);
         Ok(before - self.prefixes.len())
@@ -291,6 +309,21 @@ pub(super) fn look_at(
     Ok(true)
 }
 
+/// How many of a request's blocks, as far as they can be spared, its public scope has now. Pins and touches nothing.
+pub(super) fn peek_public(
+    index: Option<&Arc<PrefixIndex>>,
+    request: &Request,
+    config: &SchedulerConfig,
+) -> Result<u32> {
+    let public = request.tenant.scopes().and_then(|scopes| scopes.public.as_ref());
+    let (true, true, Some(index), Some((public, _))) = (request.reuse, config.keeps_first(), index, public)
+    else {
+        return Ok(0);
+    };
+    let keys = request.keys(index, 0, &request.prompt)?;
+    Ok(index.peek_chain(public, &keys)? as u32 / config.block_size)
+}
+
 /// Pins what the index has of whole blocks of a request's `tokens`; their blocks go to `blocks`. `None` if it takes
 /// no part in reuse.
 ///
@@ -327,27 +360,57 @@ pub(super) fn find(
 }
 
 impl Core {
-    /// Whether a publishing request will not fit until something of its scope is unpublished: published prefixes
-    /// stay, so no end of another request makes room.
-    pub(super) fn is_published_full(&self, waiting: &WaitingRequest) -> Result<bool> {
-        let tenant = &waiting.request.tenant;
-        let is_alone = || self.running.iter().all(|sequence| sequence.request.tenant.index != tenant.index);
-        let (TenantScope::Public, Some(index), Some(scopes)) = (tenant.scope(), &self.index, tenant.scopes())
-        else {
-            return Ok(false);
+    /// Blocks that a running sequence can ever have, as quotas and what is published are by now.
+    pub(super) fn reach_of(&self, sequence: &Sequence) -> Result<u32> {
+        let tenant = &sequence.request.tenant;
+        let public = tenant.scopes().and_then(|scopes| scopes.public.as_ref()).map(|public| public.0.last());
+        let parts = sequence.pin.iter().flat_map(ChainPin::parts);
+        let shared: usize = parts.filter(|part| Some(part.0) == public).map(|part| part.1).sum();
+        let num_shared =
+            if tenant.scope() == TenantScope::Public { sequence.num_indexed as usize } else { shared };
+        self.reach_with(tenant, &sequence.blocks[..num_shared])
+    }
+
+    /// Whether there can ever be `need` blocks for a waiting request: no end of another request makes room where
+    /// something is published.
+    pub(super) fn is_within_reach(&self, request: &Request, need: u32) -> Result<bool> {
+        let tenant = &request.tenant;
+        let public = tenant.scopes().and_then(|scopes| match tenant.scope() {
+            TenantScope::Public => Some(&scopes.own),
+            _ => scopes.public.as_ref().map(|public| &public.0),
+        });
+        let mut shared = Vec::new();
+        let known = &request.prompt[..request.prompt.len() - 1];
+        if let (true, Some(index), Some(public)) = (request.reuse, &self.index, public) {
+            if self.config.is_grouped() {
+                // It takes a look at what the other groups have.
+                let pin = find_groups(Some(index), request, Reach::All, known, &self.config, &mut shared);
+                let parts = pin.iter().flatten().flat_map(ChainPin::parts);
+                shared.truncate(parts.filter(|part| part.0 == public.last()).map(|part| part.1).sum());
+            } else {
+                index.resident_blocks(public.last(), &request.keys(index, 0, known)?, &mut shared)?;
+            }
+        }
+        Ok(need <= self.reach_with(tenant, &shared)?)
+    }
+
+    /// Blocks that somebody can ever have who has, or finds, `shared` blocks of his public scope (of his own, if he
+    /// publishes). Those are not his tenant's to pay; and those of them that are published are there anyway.
+    fn reach_with(&self, tenant: &Tenant, shared: &[BlockHandle]) -> Result<u32> {
+        let num_shared = self.num_spared(shared.len()) as u32;
+        let num_published = self.num_spared(self.published.num_of(shared)) as u32;
+        let reachable = self.pool.reachable(tenant.account)?;
+        if tenant.scope() == TenantScope::Public {
+            return Ok((reachable + num_published).saturating_sub(self.pool.pinned(tenant.account)?));
+        }
+        let Some((_, public)) = tenant.scopes().and_then(|scopes| scopes.public.as_ref()) else {
+            return Ok(reachable);
         };
-        let stats = self.pool.account_stats(tenant.account)?;
-        let need = self.config.lifetime_blocks(waiting.progress.prompt_tokens, waiting.request.max_tokens);
-        let mut found = Vec::new();
-        // In a model of one group what is found can be used; else it takes a look at what the others have.
-        let num_found = if self.config.is_grouped() {
-            let looked = look_up_groups(Some(index), &waiting.request, Reach::All, &self.config, &mut found);
-            looked.map_or(0, |_| self.num_spared(found.len()) as u32)
-        } else {
-            index.peek_prefix(scopes.own.last(), &waiting.request.prompt)? as u32 / self.config.block_size
-        };
-        let missing = u64::from(need - num_found);
-        Ok(is_alone() && stats.committed + missing > stats.limit)
+        let (guaranteed, pinned) = (self.pool.quota(*public)?.guaranteed, self.pool.pinned(*public)?);
+        let beside = self.pool.beside_others(tenant.account)? + guaranteed.max(pinned);
+        let theirs = guaranteed.max(pinned + num_shared - num_published);
+        let limit = self.pool.quota(tenant.account)?.limit;
+        Ok((limit + num_shared).min((beside + num_shared).saturating_sub(theirs)))
     }
 
     /// After a promise to a tenant: under `strict`, what it has committed and cached stays within its limit.
@@ -366,13 +429,16 @@ impl Core {
         &mut self,
         sequence: &Sequence,
         pin: Option<ChainPin>,
-        published: Vec<BlockHandle>,
+        blocks: Vec<BlockHandle>,
+        attached: Vec<BlockHandle>,
     ) -> Result<()> {
         let tenant = &sequence.request.tenant;
         let Some(pin) = pin else { return Ok(()) };
         if tenant.scope() == TenantScope::Public {
             if sequence.is_done() {
-                self.published.keep(tenant, pin, published);
+                let prefix = PublishedPrefix { owner: tenant.index, _pin: pin, blocks, attached };
+                self.published.prefixes.push(prefix);
+                self.pool.set_pinned(tenant.account, self.published.num_blocks(tenant))?;
             }
             return Ok(());
         }
@@ -402,6 +468,8 @@ impl Scheduler {
         if let Some(index) = &self.index {
             index.purge(&ShareScope::Public(tenant.name.clone()));
         }
-        core.published.release(tenant, self.index.as_deref())
+        let released = core.published.release(tenant, self.index.as_deref());
+        core.pool.set_pinned(tenant.account, core.published.num_blocks(tenant))?;
+        released
     }
 }
