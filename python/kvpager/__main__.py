@@ -5,7 +5,6 @@ import signal
 import sys
 from types import FrameType
 
-
 _heard: list[int] = []
 """Interrupts that were raised."""
 

@@ -257,7 +257,8 @@ def test_append_to_a_slot_outside_the_cache_writes_nothing(slots: list[int], tex
     rows, cache = np.ones((2, 2, 64), np.float32), np.zeros((2, 16, 2, 64), np.float32)
     with pytest.raises(InvalidArgumentError, match=text):
         append_kv(rows, rows, cache, v_cache := cache.copy(), slots)
-    assert (cache == 0).all() and (v_cache == 0).all()
+    assert (cache == 0).all()
+    assert (v_cache == 0).all()
 
 
 @pytest.mark.parametrize(
