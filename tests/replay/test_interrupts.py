@@ -151,9 +151,10 @@ from kvpager import __main__
 
 set_handler = signal.signal
 def told(number, handler):
-    set_handler(number, handler)
+    before = set_handler(number, handler)
     if handler is __main__._end_or_raise:
         WHAT
+    return before
 signal.signal = told
 __main__.main()
 """
