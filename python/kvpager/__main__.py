@@ -5,9 +5,6 @@ import signal
 import sys
 from types import FrameType
 
-_heard: list[int] = []
-"""Interrupts that were raised."""
-
 
 def _end_or_raise(number: int, frame: FrameType | None) -> None:
     """What Ctrl-C does: it ends an import on the spot, and raises `KeyboardInterrupt` anywhere else.
@@ -19,7 +16,6 @@ def _end_or_raise(number: int, frame: FrameType | None) -> None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             os._exit(130)
         frame = frame.f_back
-    _heard.append(number)
     signal.default_int_handler(number, frame)
 
 
@@ -35,11 +31,6 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception:
-        # A module that was interrupted while it loaded may fail with an error of its own.
-        if _heard:
-            sys.exit(130)
-        raise
     finally:
         if is_heard:  # while the interpreter ends there is nobody to catch an exception
             signal.signal(signal.SIGINT, signal.SIG_DFL)
