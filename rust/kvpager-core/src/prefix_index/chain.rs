@@ -87,7 +87,11 @@ impl ChainPin {
     }
 
     /// The part in the most private namespace, if the prefix reaches there.
-    fn own_part(&mut self) -> Option<&mut Pin> {
+    pub(super) fn own_part(&self) -> Option<&Pin> {
+        self.tail.as_ref().filter(|part| part.namespace() == self.last)
+    }
+
+    pub(super) fn own_part_mut(&mut self) -> Option<&mut Pin> {
         let last = self.last;
         self.tail.as_mut().filter(|part| part.namespace() == last)
     }
@@ -329,7 +333,7 @@ impl PrefixIndex {
             };
             pin.heads.extend(pin.tail.replace(part));
         }
-        match pin.own_part() {
+        match pin.own_part_mut() {
             Some(part) => self.extend_any(part, tokens, blocks),
             None => Ok(Extended::default()),
         }

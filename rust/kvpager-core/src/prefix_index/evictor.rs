@@ -20,7 +20,7 @@ use std::collections::BinaryHeap;
 use std::sync::TryLockError;
 
 /// Blocks taken from a namespace under one hold of its locks.
-pub(super) const MAX_PIECE: usize = 64;
+pub(crate) const MAX_PIECE: usize = 64;
 
 /// Whose blocks an eviction may take.
 #[derive(Clone, Copy, Debug)]

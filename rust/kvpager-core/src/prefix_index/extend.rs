@@ -1,5 +1,6 @@
 //! Inserting blocks below a pinned node.
 
+use super::evictor::MAX_PIECE;
 use super::namespace::Namespace;
 use super::order::Order;
 use super::tree::{Tree, run_length};
@@ -7,9 +8,6 @@ use super::{Pin, PrefixIndex, lock};
 use crate::error::{Error, Result};
 use crate::ids::BlockHandle;
 use std::sync::Arc;
-
-/// Blocks inserted under one hold of the namespace's locks.
-const MAX_PIECE: usize = 64;
 
 /// What an [`PrefixIndex::extend`] did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -189,10 +187,9 @@ impl PrefixIndex {
             events.stored((pin.namespace, namespace), tree, pin.node, blocks, tokens);
         }
         let num_blocks = blocks.len() as u32;
-        let is_leaf = tree.is_live(pin.node) && tree.node(pin.node).num_children == 0;
         // `learned` keeps the ends of earlier requests apart: they may turn out to be branching points.
         let may_grow = pin.is_own_node || self.learned.is_none();
-        if is_leaf && may_grow && tree.holds(pin.node) == 1 {
+        if may_grow && tree.is_own_leaf(pin.node) {
             tree.append(pin.node, blocks);
         } else {
             let child = tree.add_child(&self.view(), pin.node, blocks.to_vec());

@@ -27,6 +27,7 @@ mod invariants;
 mod isolation;
 mod items;
 mod learned;
+mod leaves;
 mod matching;
 mod merging;
 mod namespace;
@@ -44,6 +45,7 @@ mod waiting;
 
 pub use chain::{ChainPin, ScopeChain};
 pub use events::{Digest, Event, EventBatch, EventConfig, EventKind, Snapshot};
+pub(crate) use evictor::MAX_PIECE;
 pub use extend::Extended;
 pub use fingerprint::{Adapter, Fingerprint};
 pub use interning::SaltStats;

@@ -14,6 +14,9 @@ use crate::sync::{
 use crossbeam_utils::CachePadded;
 use std::sync::{Arc, PoisonError, TryLockError};
 
+/// A tree, held exclusively.
+pub(super) type TreeGuard<'a> = RwLockWriteGuard<'a, CachePadded<Tree>>;
+
 /// Who shares, and what must be equal.
 #[derive(Clone)]
 pub(super) struct Names {
@@ -119,7 +122,7 @@ impl Namespace {
     }
 
     #[inline]
-    pub(super) fn write_tree(&self) -> RwLockWriteGuard<'_, CachePadded<Tree>> {
+    pub(super) fn write_tree(&self) -> TreeGuard<'_> {
         match self.tree.try_write() {
             Ok(tree) => tree,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),

@@ -135,6 +135,11 @@ impl Tree {
         !self.node(id).blocks.is_empty()
     }
 
+    /// Whether the node is a leaf that one pin holds.
+    pub(super) fn is_own_leaf(&self, id: u32) -> bool {
+        self.is_live(id) && self.node(id).num_children == 0 && self.holds(id) == 1
+    }
+
     /// Whether a purge cut the node off.
     pub(super) fn is_stale(&self, id: u32) -> bool {
         self.node(id).era != self.era

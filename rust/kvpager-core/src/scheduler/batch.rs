@@ -47,15 +47,37 @@ pub struct BatchArrays {
     pub finished: Vec<FinishedRequest>,
 }
 
-/// The place of a sequence that computes its last token. What all rows have in common is filled in at the end.
-pub(super) struct DecodeRow<'a> {
-    pub(super) id: &'a mut u64,
-    pub(super) table_row: &'a mut i32,
+/// What differs from row to row of sequences that compute their last token.
+pub(super) struct DecodeRow {
+    pub(super) id: u64,
+    pub(super) table_row: i32,
     /// Its last token; -1, with its `source`, if that is not sampled yet.
-    pub(super) token: &'a mut i32,
-    pub(super) source: &'a mut i32,
-    pub(super) position: &'a mut i32,
-    pub(super) slot: &'a mut i64,
+    pub(super) token: i32,
+    pub(super) source: i32,
+    pub(super) position: i32,
+    pub(super) slot: i64,
+}
+
+/// Where [`DecodeRow`]s are written, column by column, all of one length.
+pub(super) struct DecodeColumns<'a> {
+    ids: &'a mut [u64],
+    table_rows: &'a mut [i32],
+    tokens: &'a mut [i32],
+    sources: &'a mut [i32],
+    positions: &'a mut [i32],
+    slots: &'a mut [i64],
+}
+
+impl DecodeColumns<'_> {
+    #[inline]
+    pub(super) fn set(&mut self, place: usize, row: &DecodeRow) {
+        self.ids[place] = row.id;
+        self.table_rows[place] = row.table_row;
+        self.tokens[place] = row.token;
+        self.sources[place] = row.source;
+        self.positions[place] = row.position;
+        self.slots[place] = row.slot;
+    }
 }
 
 /// What a layer group after the first has of its own; the other arrays hold for all groups.
@@ -68,20 +90,16 @@ pub struct GroupArrays {
 }
 
 impl BatchArrays {
+    /// Empties what is appended to. The columns of decodes stay as they are: `begin_decodes` gives them their length, so
+    /// that nothing is filled in which is written right after.
     fn clear(&mut self) {
         for group in &mut self.groups {
             group.slot_mapping.clear();
             group.table_changes.clear();
         }
-        self.sequence_ids.clear();
         self.query_start.clear();
-        self.token_ids.clear();
-        self.positions.clear();
-        self.token_source.clear();
         self.sample_rows.clear();
-        self.slot_mapping.clear();
         self.context_lens.clear();
-        self.table_rows.clear();
         self.table_changes.clear();
         self.block_copies.clear();
         self.swap_out.clear();
@@ -91,25 +109,21 @@ impl BatchArrays {
         self.query_start.push(0);
     }
 
-    /// Places for up to `most` sequences of an empty batch that compute their last token, to be filled from the first
-    /// on; `end_decodes` says how many were. Only what differs from row to row is written one by one.
-    pub(super) fn begin_decodes(&mut self, most: usize) -> impl Iterator<Item = DecodeRow<'_>> {
-        self.sequence_ids.resize(most, 0);
-        self.token_ids.resize(most, 0);
-        self.positions.resize(most, 0);
-        self.token_source.resize(most, -1);
-        self.slot_mapping.resize(most, NO_SLOT);
-        self.table_rows.resize(most, 0);
-        let rows = self.sequence_ids.iter_mut().zip(&mut self.table_rows).zip(&mut self.token_ids);
-        let rows = rows.zip(&mut self.token_source).zip(&mut self.positions).zip(&mut self.slot_mapping);
-        rows.map(|(((((id, table_row), token), source), position), slot)| DecodeRow {
-            id,
-            table_row,
-            token,
-            source,
-            position,
-            slot,
-        })
+    /// Places for up to `most` sequences of a new batch that compute their last token, to be filled from the first on;
+    /// `end_decodes` says how many were. Only what differs from row to row is written one by one.
+    pub(super) fn begin_decodes(&mut self, most: usize) -> DecodeColumns<'_> {
+        fn column<T: Clone>(values: &mut Vec<T>, most: usize, value: T) -> &mut [T] {
+            values.resize(most, value);
+            &mut values[..most]
+        }
+        DecodeColumns {
+            ids: column(&mut self.sequence_ids, most, 0),
+            table_rows: column(&mut self.table_rows, most, 0),
+            tokens: column(&mut self.token_ids, most, 0),
+            sources: column(&mut self.token_source, most, -1),
+            positions: column(&mut self.positions, most, 0),
+            slots: column(&mut self.slot_mapping, most, NO_SLOT),
+        }
     }
 
     /// The first `count` places have a sequence each.

@@ -34,42 +34,19 @@ impl Core {
         self.drain_inbox(inbox)?;
         let Some(open) = self.close_step(0)? else { return Ok(CommitOutcome::default()) };
         let mut outcome = CommitOutcome::default();
-        let block_size = self.config.block_size;
         let mut any_ended = false;
-        let mut computed_tokens = 0;
-        let mut rest = tokens;
-        for (planned, ends) in open.rows.iter().zip(token_start.windows(2)) {
+        let mut computed_tokens = open.num_decodes as u64;
+        let (decodes, others) = open.rows.split_at(open.num_decodes);
+        let (sampled, mut rest) = tokens.split_at(decodes.len());
+        for (planned, &token) in decodes.iter().zip(sampled) {
+            any_ended |= self.commit_decode(planned, token as u32, &mut outcome)?;
+        }
+        self.index_edges()?;
+        for (planned, ends) in others.iter().zip(token_start[decodes.len()..].windows(2)) {
             let (sampled, behind) = rest.split_at((ends[1] - ends[0]) as usize);
             rest = behind;
             computed_tokens += u64::from(planned.num_tokens);
-            let Some(position) = self.locate(planned) else {
-                outcome.dropped_tokens += sampled.len() as u64;
-                continue;
-            };
-            let mut sequence = &mut self.running[position];
-            if let ([token], true, None) = (sampled, planned.is_decode(), sequence.ending) {
-                // Nearly all rows.
-                sequence.take_decode(*token as u32);
-            } else {
-                sequence.leave_step(planned);
-                if sequence.ending.is_some() {
-                    outcome.dropped_tokens += sampled.len() as u64;
-                    any_ended = true;
-                    continue;
-                }
-                let (num_dropped, is_split) = self.take_samples(position, planned, sampled, inbox)?;
-                outcome.dropped_tokens += num_dropped;
-                any_ended |= is_split;
-                sequence = &mut self.running[position];
-            }
-            any_ended |= sequence.ending.is_some();
-            let is_grouped = sequence.layers.is_some();
-            if sequence.has_block_to_index(block_size) {
-                self.index_full_blocks(position, planned.num_tokens)?;
-            }
-            if is_grouped {
-                self.slide(position)?;
-            }
+            any_ended |= self.commit_other(planned, sampled, inbox, &mut outcome)?;
         }
         self.computed_tokens += computed_tokens;
         self.spare_rows = open.rows;
@@ -81,6 +58,68 @@ impl Core {
         self.phases.lap(Phase::Commit);
         self.phases.end_step();
         Ok(outcome)
+    }
+
+    /// Takes the token of a decode: nearly all rows are one. True if its sequence has ended.
+    #[inline]
+    fn commit_decode(
+        &mut self,
+        planned: &PlannedRow,
+        token: u32,
+        outcome: &mut CommitOutcome,
+    ) -> Result<bool> {
+        let Some(position) = self.locate(planned) else {
+            outcome.dropped_tokens += 1;
+            return Ok(false);
+        };
+        let sequence = &mut self.running[position];
+        if sequence.ending.is_some() {
+            sequence.leave_step(planned);
+            outcome.dropped_tokens += 1;
+            return Ok(true);
+        }
+        sequence.take_decode(token);
+        let is_ended = sequence.ending.is_some();
+        if sequence.layers.is_some() {
+            if sequence.has_block_to_index(self.config.block_size) {
+                self.index_full_blocks(position, 1)?;
+            }
+            self.slide(position)?;
+        } else if sequence.num_computed.is_multiple_of(self.config.block_size) && sequence.pin.is_some() {
+            self.edges.push(position as u32);
+        }
+        Ok(is_ended)
+    }
+
+    /// Takes what a row brings that is no decode. True if a sequence has ended, or may have.
+    fn commit_other(
+        &mut self,
+        planned: &PlannedRow,
+        sampled: &[i32],
+        inbox: &Inbox,
+        outcome: &mut CommitOutcome,
+    ) -> Result<bool> {
+        let Some(position) = self.locate(planned) else {
+            outcome.dropped_tokens += sampled.len() as u64;
+            return Ok(false);
+        };
+        let sequence = &mut self.running[position];
+        sequence.leave_step(planned);
+        if sequence.ending.is_some() {
+            outcome.dropped_tokens += sampled.len() as u64;
+            return Ok(true);
+        }
+        let (num_dropped, is_split) = self.take_samples(position, planned, sampled, inbox)?;
+        outcome.dropped_tokens += num_dropped;
+        let sequence = &self.running[position];
+        let (is_ended, is_grouped) = (sequence.ending.is_some(), sequence.layers.is_some());
+        if sequence.has_block_to_index(self.config.block_size) {
+            self.index_full_blocks(position, planned.num_tokens)?;
+        }
+        if is_grouped {
+            self.slide(position)?;
+        }
+        Ok(is_ended || is_split)
     }
 
     /// Takes what a row brings that is no plain decode. Returns how many tokens were of no use, and whether the request
@@ -171,19 +210,26 @@ impl Core {
                 tokens.len()
             )));
         }
-        let (rows, padding) = token_start.split_at(open.rows.len());
+        // One for each decode: all of them at once; which one it was is looked for only then.
+        let wrong = |ends: &[i32]| ends[1].wrapping_sub(ends[0]) ^ 1;
+        let decodes = &token_start[..=open.num_decodes];
+        let start = match decodes.windows(2).fold(0, |bits, ends| bits | wrong(ends)) {
+            0 => open.num_decodes,
+            _ => 0,
+        };
         let mut any_drafts = false;
-        for (row, (planned, ends)) in open.rows.iter().zip(token_start.windows(2)).enumerate() {
-            let given = i64::from(ends[1]) - i64::from(ends[0]);
+        for (row, planned) in open.rows.iter().enumerate().skip(start) {
+            let given = i64::from(token_start[row + 1]) - i64::from(token_start[row]);
             let most = i64::from(planned.num_samples);
             any_drafts |= planned.num_drafts > 0;
             if given != most && !(most - i64::from(planned.num_drafts)..most).contains(&given) {
                 return Err(wrong_count(open, row, given));
             }
         }
+        let padding = &token_start[open.rows.len()..];
         if let Some(i) = padding.windows(2).position(|ends| ends[0] != ends[1]) {
             let given = i64::from(padding[i + 1]) - i64::from(padding[i]);
-            return Err(wrong_count(open, rows.len() + i, given));
+            return Err(wrong_count(open, open.rows.len() + i, given));
         }
         // All counts are right, so the ranges lie in the tokens.
         for (row, planned) in open.rows.iter().enumerate().filter(|_| any_drafts) {
@@ -205,7 +251,7 @@ impl Core {
     /// Makes the full, written blocks of a sequence matchable. Content that the index already has is kept
     /// once: our copy is given up for the resident block, and the table points there. What could not be indexed
     /// when it filled up is tried again when the next block does, of which the last `num_tokens` tokens are part.
-    fn index_full_blocks(&mut self, position: usize, num_tokens: u32) -> Result<()> {
+    pub(super) fn index_full_blocks(&mut self, position: usize, num_tokens: u32) -> Result<()> {
         let Some(index) = &self.index else { return Ok(()) };
         let sequence = &mut self.running[position];
         let is_late = sequence.num_computed % self.config.block_size >= num_tokens;
@@ -253,7 +299,7 @@ fn wrong_count(open: &OpenStep, row: usize, given: i64) -> Error {
 
 /// Whether other sequences refer to a full block of this one that is not indexed: the index takes only blocks that
 /// are exclusively held.
-fn has_shared(pool: &BlockPool, sequence: &Sequence) -> Result<bool> {
+pub(super) fn has_shared(pool: &BlockPool, sequence: &Sequence) -> Result<bool> {
     let shared = sequence.num_shared.min(sequence.blocks.len() as u32) as usize;
     for &block in sequence.blocks.get(sequence.num_indexed as usize..shared).unwrap_or_default() {
         if !pool.is_exclusive(block)? {

@@ -18,6 +18,7 @@ mod config;
 mod core;
 mod deadlines;
 mod drafts;
+mod edges;
 mod fork;
 mod group_blocks;
 mod growth;

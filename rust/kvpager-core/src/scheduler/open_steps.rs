@@ -32,19 +32,14 @@ pub(super) struct OpenStep {
     pub(super) host_epoch: Option<StepEpoch>,
     /// In the order of the batch, padding left out.
     pub(super) rows: Vec<PlannedRow>,
+    /// How many of them, from the first on, are one token, and one that is sampled after it.
+    pub(super) num_decodes: usize,
     /// Rows of the batch, padding included.
     pub(super) num_rows: usize,
     /// Sequences whose blocks it moves between the tiers.
     pub(super) moved: Vec<SequenceId>,
     /// Sequences whose last block it copies.
     pub(super) copied: Vec<SequenceId>,
-}
-
-impl PlannedRow {
-    /// Whether it is one token, and one that is sampled after it.
-    pub(super) const fn is_decode(&self) -> bool {
-        self.num_tokens == 1 && self.num_samples == 1 && self.num_drafts == 0
-    }
 }
 
 impl Core {

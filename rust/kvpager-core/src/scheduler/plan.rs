@@ -1,6 +1,6 @@
 //! One turn: decide what runs (decodes, prefill chunks, admissions), then write the batch.
 
-use super::batch::{Batch, BatchArrays, GroupArrays, push_slots};
+use super::batch::{Batch, BatchArrays, DecodeRow, GroupArrays, push_slots};
 use super::compartments::{base_id, compartment_of, range_of};
 use super::core::Core;
 use super::inbox::Inbox;
@@ -44,7 +44,7 @@ impl Core {
         let arrays = Arc::get_mut(&mut shared);
         let arrays = arrays.ok_or_else(|| Error::WrongState("batch memory is still lent out".to_owned()))?;
         let copied = self.settle_copies(&mut arrays.block_copies)?;
-        self.write(arrays, &mut rows);
+        let num_decodes = self.write(arrays, &mut rows);
         arrays.pad(pad_to, self.tables.padding_row());
         arrays.finished = ended;
         let num_rows = arrays.sequence_ids.len();
@@ -56,6 +56,7 @@ impl Core {
             epoch,
             host_epoch,
             rows,
+            num_decodes,
             num_rows,
             moved,
             copied,
@@ -113,6 +114,14 @@ impl Core {
                 break;
             }
             if sequence.is_special() {
+                // Those before it come first where room is short, and may take from it.
+                if !self.edges.is_empty() {
+                    self.cross_edges(budget)?;
+                    position = self.position_of(id, position);
+                    if self.running.get(position).is_none_or(|sequence| sequence.id != id) {
+                        continue;
+                    }
+                }
                 num_prefills += u32::from(self.plan_special(position, budget)?);
             } else if sequence.remaining() != 1 {
                 num_prefills += 1;
@@ -121,14 +130,13 @@ impl Core {
                 *budget -= 1;
                 position += 1;
                 continue;
-            } else if self.grow_or_preempt(position, 1)? {
-                position = self.position_of(id, position);
-                self.running[position].num_planned = 1;
-                *budget -= 1;
+            } else {
+                self.edges.push(position as u32);
             }
             // Whoever gave blocks for it may have stood before it.
             position = self.position_of(id, position) + 1;
         }
+        self.cross_edges(budget)?;
         Ok(num_prefills)
     }
 
@@ -264,44 +272,43 @@ impl Core {
         Ok(self.is_oldest(id) && self.grow_or_preempt(position, num_tokens)?)
     }
 
-    /// Writes the batch: decodes first, then prefill chunks and sequences with drafts.
-    fn write(&mut self, arrays: &mut BatchArrays, rows: &mut Vec<PlannedRow>) {
+    /// Writes the batch: decodes first, then prefill chunks and sequences with drafts. Returns how many decodes there are.
+    fn write(&mut self, arrays: &mut BatchArrays, rows: &mut Vec<PlannedRow>) -> usize {
         let block_size = self.config.block_size;
         let is_deep = self.config.max_open_steps > 1;
         let mut service = Service::default();
-        let (mut num_decodes, mut num_others) = (0, 0);
-        let mut places = arrays.begin_decodes(self.running.len());
+        let (mut num_decodes, mut num_others) = (0_usize, 0);
+        let mut columns = arrays.begin_decodes(self.running.len());
         rows.reserve(self.running.len());
         for (position, sequence) in self.running.iter_mut().enumerate() {
+            service.add(&mut self.queue, sequence);
             if sequence.num_planned != 1 || sequence.remaining() != 1 || sequence.special.is_some() {
-                if sequence.num_planned > 0 {
-                    num_others += 1;
-                } else {
-                    service.add(&mut self.queue, sequence);
-                }
+                num_others += u32::from(sequence.num_planned > 0);
                 continue;
             }
-            let Some(place) = places.next() else { break };
             let start = sequence.frontier();
-            if is_deep {
-                (*place.token, *place.source) = sequence.token_at(start);
-                sequence.sampled_in = self.last_step.0;
-                sequence.source = num_decodes;
+            let (token, source) = if is_deep {
+                let found = sequence.token_at(start);
+                (sequence.sampled_in, sequence.source) = (self.last_step.0, num_decodes as i32);
+                found
             } else {
-                *place.token = sequence.tokens[start as usize] as i32;
-            }
-            *place.id = sequence.id.0;
-            *place.table_row = sequence.row as i32;
-            *place.position = start as i32;
-            *place.slot = sequence.slot(start, block_size);
+                (sequence.tokens[start as usize] as i32, -1)
+            };
+            let row = DecodeRow {
+                id: sequence.id.0,
+                table_row: sequence.row as i32,
+                token,
+                source,
+                position: start as i32,
+                slot: sequence.slot(start, block_size),
+            };
+            columns.set(num_decodes, &row);
             num_decodes += 1;
-            service.add(&mut self.queue, sequence);
             rows.push(sequence.enter_step(position, 1, 0));
         }
-        drop(places);
-        arrays.end_decodes(num_decodes as usize);
+        arrays.end_decodes(num_decodes);
         if num_others > 0 {
-            self.write_others(arrays, rows, &mut service);
+            self.write_others(arrays, rows);
         }
         // Who holds blocks without a token in this step pays for them as well.
         let halted = self.halted.iter().map(|halted| &halted.sequence);
@@ -316,10 +323,11 @@ impl Core {
         arrays.block_zeros.append(&mut self.zeros);
         arrays.swap_out.append(&mut self.swaps.outgoing);
         arrays.swap_in.append(&mut self.swaps.incoming);
+        num_decodes
     }
 
     /// Writes what is planned and is no decode: prefill chunks, and tokens with drafts behind them.
-    fn write_others(&mut self, arrays: &mut BatchArrays, rows: &mut Vec<PlannedRow>, service: &mut Service) {
+    fn write_others(&mut self, arrays: &mut BatchArrays, rows: &mut Vec<PlannedRow>) {
         let block_size = self.config.block_size;
         let mut drafted = Vec::new();
         for (position, sequence) in self.running.iter_mut().enumerate() {
@@ -351,7 +359,6 @@ impl Core {
             } else {
                 arrays.sample_rows.extend(end - num_samples as i32..end);
             }
-            service.add(&mut self.queue, sequence);
             rows.push(sequence.enter_step(position, num_samples, num_drafts));
         }
     }
