@@ -1,4 +1,4 @@
-//! Steps of a steady state without a model, for counting instructions: `steady RUNNING STEPS off|on`.
+//! Steps of a steady state without a model, for counting instructions: `steady RUNNING STEPS [on]`, with the recording of phases or without.
 //!
 //! `benches/python/scheduler_profile.py` runs it under valgrind, built with and without the recording of phases.
 
@@ -13,13 +13,13 @@ const PROMPT: u32 = 64;
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [running, steps, recording] = arguments.as_slice() else {
-        return Err(Error::InvalidArgument("usage: steady RUNNING STEPS off|on".to_owned()));
+    let [running, steps, recording @ ..] = arguments.as_slice() else {
+        return Err(Error::InvalidArgument("usage: steady RUNNING STEPS [on]".to_owned()));
     };
     let number = |text: &str| {
         text.parse::<u32>().map_err(|error| Error::InvalidArgument(format!("{text:?}: {error}")))
     };
-    run(number(running)?, number(steps)?, recording == "on")
+    run(number(running)?, number(steps)?, recording == ["on"])
 }
 
 fn run(running: u32, steps: u32, is_recorded: bool) -> Result<()> {

@@ -200,7 +200,7 @@ impl Core {
             // The turn holds what its session kept.
             self.kept.release_session(session.number);
         }
-        let position = self.insert_running(sequence);
+        let position = self.insert_running(Box::new(sequence));
         self.plan_chunk(position, budget)?;
         Ok(Ok(()))
     }

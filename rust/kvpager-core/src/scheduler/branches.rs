@@ -203,7 +203,7 @@ impl Core {
         }
         let unsplit =
             self.running.iter().chain(&self.parked).chain(self.halted.iter().map(|halted| &halted.sequence));
-        let unsplit = unsplit.map(Sequence::num_unsplit).sum::<u32>();
+        let unsplit = unsplit.map(|sequence| sequence.num_unsplit()).sum::<u32>();
         let counted = self.compartments.iter().map(|compartment| compartment.num_unforked).sum::<u32>();
         if unsplit != counted {
             return Err(Error::WrongState(format!("{unsplit} branches are carried, {counted} are counted")));
@@ -327,7 +327,7 @@ impl Core {
         let mut child = self.start(branch, pin, reservation, row);
         child.num_indexed = num_indexed;
         child.num_shared = shared;
-        self.insert_running(child);
+        self.insert_running(Box::new(child));
         Ok(())
     }
 
@@ -349,7 +349,8 @@ impl Core {
     /// A sequence that has blocks, wherever it is.
     pub(super) fn find(&self, id: SequenceId) -> Option<&Sequence> {
         let halted = self.halted.iter().map(|halted| &halted.sequence);
-        self.running.iter().chain(&self.parked).chain(halted).find(|sequence| sequence.id == id)
+        let mut all = self.running.iter().chain(&self.parked).chain(halted);
+        all.find(|sequence| sequence.id == id).map(|sequence| &**sequence)
     }
 
     /// Ends a sequence that carries others: one of those takes its place, and what it has computed, which is theirs as

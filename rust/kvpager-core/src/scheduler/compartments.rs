@@ -220,7 +220,7 @@ impl Compartment {
 }
 
 /// Where a compartment's sequences are in a list in order of id.
-pub(super) fn range_of(list: &[Sequence], compartment: usize) -> Range<usize> {
+pub(super) fn range_of(list: &[Box<Sequence>], compartment: usize) -> Range<usize> {
     let start = list.partition_point(|sequence| compartment_of(sequence.id) < compartment);
     let end = list.partition_point(|sequence| compartment_of(sequence.id) <= compartment);
     start..end
@@ -241,12 +241,12 @@ impl Core {
     }
 
     /// The running sequences of a compartment.
-    pub(super) fn running_of(&self, compartment: usize) -> &[Sequence] {
+    pub(super) fn running_of(&self, compartment: usize) -> &[Box<Sequence>] {
         &self.running[range_of(&self.running, compartment)]
     }
 
     /// Its sequences whose tails are on the host.
-    pub(super) fn parked_of(&self, compartment: usize) -> &[Sequence] {
+    pub(super) fn parked_of(&self, compartment: usize) -> &[Box<Sequence>] {
         &self.parked[range_of(&self.parked, compartment)]
     }
 

@@ -17,7 +17,7 @@ use super::queue::Place;
 use super::queue::Queue;
 use super::request::{Deadline, FinishReason, FinishedRequest};
 use super::scopes::{Published, TenantScope};
-use super::sequence::Sequence;
+use super::sequence::{Sequence, Sequences};
 use super::swap::Swaps;
 use crate::block_pool::{BlockPool, Reclaim, Reservation};
 use crate::block_tables::{BlockTables, TableArena};
@@ -41,9 +41,9 @@ pub(super) struct Core {
     pub(super) memory: BatchMemory,
     pub(super) queue: Queue,
     /// In order of id, which is order of compartment, then of arrival.
-    pub(super) running: Vec<Sequence>,
+    pub(super) running: Sequences,
     /// Those whose tails are on the host, in the same order.
-    pub(super) parked: Vec<Sequence>,
+    pub(super) parked: Sequences,
     pub(super) host: Option<HostTier>,
     pub(super) swaps: Swaps,
     /// The common one, then those of strict tenants.
@@ -167,7 +167,7 @@ impl Core {
     }
 
     /// Puts a sequence to its place among the running ones; returns where that is.
-    pub(super) fn insert_running(&mut self, sequence: Sequence) -> usize {
+    pub(super) fn insert_running(&mut self, sequence: Box<Sequence>) -> usize {
         let position = self.running.partition_point(|other| other.id < sequence.id);
         self.running.insert(position, sequence);
         position
@@ -180,8 +180,8 @@ impl Core {
         finished: &mut Vec<FinishedRequest>,
         detail: Option<&Arc<str>>,
     ) -> Result<()> {
-        let is_ended = |sequence: &Sequence| sequence.ending.is_some();
-        let mut position = self.running.iter().position(is_ended).unwrap_or(self.running.len());
+        let first = self.running.iter().position(|sequence| sequence.ending.is_some());
+        let mut position = first.unwrap_or(self.running.len());
         while position < self.running.len() {
             let Some(reason) = self.running[position].ending else {
                 position += 1;

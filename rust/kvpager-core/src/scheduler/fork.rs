@@ -112,7 +112,7 @@ impl Core {
                 self.child_of(position, inbox.issue_id(compartment), shared as usize, pin, reservation)?;
             ids.push(child.id);
             self.sets.join(child.id, id);
-            self.insert_running(child);
+            self.insert_running(Box::new(child));
         }
         self.running[position].is_branch = true;
         self.note_shared(position, shared, is_partial);

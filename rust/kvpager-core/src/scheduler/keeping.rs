@@ -148,7 +148,9 @@ impl Core {
         let of =
             |sequence: &Sequence| sequence.num_held() as u64 + u64::from(sequence.reservation.num_blocks());
         let kept = self.kept.owners().filter(|(owner, _)| gives(owner));
-        missing <= kept.map(|(_, num_blocks)| num_blocks).sum::<u64>() + paused.map(of).sum::<u64>()
+        missing
+            <= kept.map(|(_, num_blocks)| num_blocks).sum::<u64>()
+                + paused.map(|sequence| of(sequence)).sum::<u64>()
     }
 }
 

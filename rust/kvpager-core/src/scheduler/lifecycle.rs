@@ -4,7 +4,6 @@ use super::Scheduler;
 use super::core::Core;
 use super::inbox::{Inbox, Message};
 use super::request::{Deadline, FinishReason, FinishedRequest, WaitingRequest};
-use super::sequence::Sequence;
 use crate::ids::SequenceId;
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -203,7 +202,8 @@ impl Core {
         ids.extend(self.halted.iter().map(|halted| halted.sequence.id));
         ids.extend(self.running.iter().chain(&self.parked).map(|sequence| sequence.id));
         let halted = self.halted.iter().map(|halted| &halted.sequence);
-        let carried = self.running.iter().chain(&self.parked).chain(halted).flat_map(Sequence::branches);
+        let carried =
+            self.running.iter().chain(&self.parked).chain(halted).flat_map(|sequence| sequence.branches());
         ids.extend(carried.map(|branch| branch.id));
         ids.sort_unstable();
         for id in ids {

@@ -20,7 +20,7 @@ pub(super) struct PausedRequest {
 
 /// A paused sequence with its blocks.
 pub(super) struct Halted {
-    pub(super) sequence: Sequence,
+    pub(super) sequence: Box<Sequence>,
     since_step: u64,
 }
 

@@ -14,7 +14,7 @@ use super::host_tier::Overflow;
 use super::inbox::Inbox;
 use super::request::{FinishReason, FinishedRequest, WaitingRequest};
 use super::scopes::TenantScope;
-use super::sequence::Sequence;
+use super::sequence::{Sequence, Sequences};
 use super::swap::MIN_TAIL_BLOCKS;
 use crate::ids::{AccountId, SequenceId, StepId};
 use crate::{Error, Result};
@@ -158,7 +158,7 @@ impl Core {
             let is_own = self.sets.are_one(other.id, asker.id);
             other.in_flight > 0 && !is_own && (forced || other.has_sampled && is_due(other))
         };
-        self.running_of(compartment).iter().any(may_give)
+        self.running_of(compartment).iter().any(|other| may_give(other))
     }
 
     /// Counts on blocks that come free when this step or an open one closes, if there are enough for this asker.
@@ -288,7 +288,7 @@ impl Core {
     /// The running sequences of a set.
     pub(super) fn running_set(&self, sequence: &Sequence) -> impl Iterator<Item = &Sequence> {
         let members = self.sets.members(sequence.id).into_iter();
-        members.filter_map(|id| self.position(id)).map(|position| &self.running[position])
+        members.filter_map(|id| self.position(id)).map(|position| &*self.running[position])
     }
 
     /// Whether a running sequence is the first of its set.
@@ -308,11 +308,12 @@ impl Core {
 
     fn is_oldest_of_tenant(&self, sequence: &Sequence) -> bool {
         let tenant = sequence.request.tenant.index;
-        let older = |other: &&Sequence| other.id < sequence.id;
-        let same = |other: &Sequence| other.request.tenant.index == tenant;
+        let has_older = |list: &[Box<Sequence>]| {
+            let mut older = list.iter().take_while(|other| other.id < sequence.id);
+            older.any(|other| other.request.tenant.index == tenant)
+        };
         let compartment = compartment_of(sequence.id);
-        let (running, parked) = (self.running_of(compartment), self.parked_of(compartment));
-        !running.iter().take_while(older).any(same) && !parked.iter().take_while(older).any(same)
+        !has_older(self.running_of(compartment)) && !has_older(self.parked_of(compartment))
     }
 
     /// Whether this step copies blocks of the sequence already.
@@ -320,7 +321,7 @@ impl Core {
         self.swaps.moved.contains(&sequence.id) || self.copies.concern(sequence.id)
     }
 
-    fn remove(&mut self, victim: Victim) -> Sequence {
+    fn remove(&mut self, victim: Victim) -> Box<Sequence> {
         match victim {
             Victim::Parked(position) => self.parked.remove(position),
             Victim::Running(position) => {
@@ -385,12 +386,12 @@ impl Core {
     }
 
     /// A sequence, and the others of its set that have not ended, out of where they ran.
-    pub(super) fn with_set(&mut self, sequence: Sequence) -> Vec<Sequence> {
+    pub(super) fn with_set(&mut self, sequence: Box<Sequence>) -> Sequences {
         let id = sequence.id;
         let mut set = vec![sequence];
         if set[0].is_branch {
             let Self { running, parked, sets, .. } = self;
-            let is_other = |other: &mut Sequence| other.ending.is_none() && sets.are_one(other.id, id);
+            let is_other = |other: &mut Box<Sequence>| other.ending.is_none() && sets.are_one(other.id, id);
             set.extend(running.extract_if(.., is_other).chain(parked.extract_if(.., is_other)));
         }
         // What this step had planned of them does not run.
@@ -400,12 +401,12 @@ impl Core {
 
     /// Takes everything from a sequence and the others of its set; they go back to their place in the queue with their
     /// tokens, as one, or end. What is cached of them may be matched again when they resume.
-    pub(super) fn preempt(&mut self, sequence: Sequence) -> Result<()> {
+    pub(super) fn preempt(&mut self, sequence: Box<Sequence>) -> Result<()> {
         let set = self.with_set(sequence);
         self.preempt_all(set)
     }
 
-    fn preempt_all(&mut self, set: Vec<Sequence>) -> Result<()> {
+    fn preempt_all(&mut self, set: Sequences) -> Result<()> {
         let mut waiting = Vec::new();
         for mut sequence in set {
             if let Some(reason) = sequence.ending {

@@ -131,7 +131,7 @@ impl Core {
             child.progress.branch = i as u32;
             child.ending = child.push_token(token as u32);
             self.sets.join(id, first);
-            self.insert_running(child);
+            self.insert_running(Box::new(child));
             position = self.position(first).unwrap_or(position);
             self.running[position].is_branch = true;
         }

@@ -23,6 +23,9 @@ impl Parked {
     }
 }
 
+/// Sequences in order of id. Boxed: when one ends, those behind it move up.
+pub(super) type Sequences = Vec<Box<Sequence>>;
+
 pub(super) struct Sequence {
     pub(super) id: SequenceId,
     /// As submitted, but for its `prompt`, which has moved to `tokens`.

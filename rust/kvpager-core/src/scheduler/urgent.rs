@@ -38,11 +38,11 @@ impl Core {
                 && !self.has_moved(sequence)
         };
         let compartment = waiting.request.tenant.compartment;
-        let gives = |sequence: &&Sequence| {
+        let gives = |sequence: &Sequence| {
             let of_set = || self.leads(sequence) && self.running_set(sequence).all(is_lower);
             if sequence.is_branch { of_set() } else { is_lower(sequence) }
         };
-        let lower = self.running_of(compartment).iter().filter(gives);
+        let lower = self.running_of(compartment).iter().filter(|sequence| gives(sequence));
         let (mut blocks, mut victim) = (0, None);
         for sequence in lower {
             let promised =
