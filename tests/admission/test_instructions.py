@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 CASES = [("steady", 64, 340), ("steady", 256, 300), ("turnover", 256, 450), ("turnover", 1024, 450)]
-"""Program, sequences, most instructions of `step` and `commit` for each of them, in the profile that the tests are built
-in. `steady` only decodes: 319 and 272. In `turnover` some end and others begin in each step: 413 and 408."""
+"""Program, sequences, most instructions of `step` and `commit` for each of them, in the profile of the tests.
+`steady` only decodes: 319 and 272. In `turnover` some end and others begin in each step: 413 and 408."""
 
 
 def instructions(program: Path, running: int, steps: int) -> int:
