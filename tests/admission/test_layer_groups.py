@@ -196,17 +196,19 @@ def test_events_tell_where_a_group_has_its_blocks() -> None:
     assert digests == [stored, stored[:1], stored[1:], stored[:1], stored[1:], stored[::-1]]
 
 
-def allocations_per_step(groups: list[tuple[str, int | None]] | None, *, reuse: bool) -> list[int]:
-    """Allocations of the extension in steps of 16 sequences that decode far beyond every window."""
+def allocations_per_step(
+    groups: list[tuple[str, int | None]] | None, *, reuse: bool, running: int = 16
+) -> list[int]:
+    """Allocations of the extension in steps of sequences that decode far beyond every window."""
     pool = BlockPool(4096)
     index = PrefixIndex(pool, block_size=4) if reuse else None
     scheduler = Scheduler(
         pool, index, block_size=4, max_running=16, max_model_tokens=256, layer_groups=groups
     )
     tenant = scheduler.add_tenant("alice")
-    for first in range(16):
+    for first in range(running):
         scheduler.submit(tenant, np.arange(10 + first % 4) + 1000 * first, max_tokens=200)
-    token_start, tokens = np.arange(17, dtype=np.int32), np.full(16, 7, np.int32)
+    token_start, tokens = np.arange(running + 1, dtype=np.int32), np.full(running, 7, np.int32)
     counts = []
     for _ in range(150):
         before = num_allocations()
@@ -219,3 +221,9 @@ def allocations_per_step(groups: list[tuple[str, int | None]] | None, *, reuse: 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_further_groups_allocate_nothing_in_a_steady_step(reuse: bool) -> None:
     assert allocations_per_step(WINDOWED, reuse=reuse) == allocations_per_step(None, reuse=reuse)
+
+
+@pytest.mark.parametrize("groups", [None, WINDOWED])
+def test_a_block_s_edge_allocates_nothing(groups: list[tuple[str, int | None]] | None) -> None:
+    """One sequence comes to it in every fourth step."""
+    assert len(set(allocations_per_step(groups, reuse=False, running=1))) == 1

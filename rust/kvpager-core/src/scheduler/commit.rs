@@ -36,6 +36,7 @@ impl Core {
         let mut outcome = CommitOutcome::default();
         let mut any_ended = false;
         let mut computed_tokens = open.num_decodes as u64;
+        self.edges.clear();
         let (decodes, others) = open.rows.split_at(open.num_decodes);
         let (sampled, mut rest) = tokens.split_at(decodes.len());
         for (planned, &token) in decodes.iter().zip(sampled) {

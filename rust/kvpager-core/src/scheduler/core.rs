@@ -83,6 +83,8 @@ pub(super) struct Core {
     pub(super) spare_rows: Vec<PlannedRow>,
     /// Positions of decodes that stand at the edge of a block, in this step's planning or at its end.
     pub(super) edges: Vec<u32>,
+    /// Memory for those of them that take their next block by themselves.
+    pub(super) alone: Vec<SequenceId>,
     /// Memory for the blocks of one growth or insertion.
     pub(super) scratch: Vec<BlockHandle>,
     /// Blocks drawn since the last batch that must be zeroed before their first write.
@@ -142,6 +144,7 @@ impl Core {
             ended: Vec::new(),
             spare_rows: Vec::with_capacity(config.max_running as usize),
             edges: Vec::with_capacity(config.max_running as usize),
+            alone: Vec::with_capacity(config.max_running as usize),
             scratch: Vec::with_capacity(max_blocks * config.layer_groups.len()),
             zeros: Vec::new(),
             places: Vec::new(),

@@ -2,7 +2,7 @@
 //! together. Alone, each would pay for locks and exchanges that one call can make for all.
 
 use super::core::{Core, draw};
-use crate::ids::{BlockHandle, NamespaceId, SequenceId};
+use crate::ids::{BlockHandle, NamespaceId};
 use crate::prefix_index::{ChainPin, MAX_PIECE, PrefixIndex};
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ impl Core {
         if edges[1..].iter().any(|position| tenant_of(position) != tenant_of(&edges[0])) {
             edges.sort_unstable_by_key(|position| (tenant_of(position), *position));
         }
-        let mut short: Vec<SequenceId> = Vec::new();
+        let mut alone = std::mem::take(&mut self.alone);
         let mut rest = &mut edges[..];
         while let Some(first) = rest.first() {
             let tenant = self.running[*first as usize].request.tenant.index;
@@ -28,14 +28,14 @@ impl Core {
             if self.grow_together(of_tenant)? {
                 *budget -= of_tenant.len() as u32;
             } else {
-                short.extend(of_tenant.iter().map(|&position| self.running[position as usize].id));
+                alone.extend(of_tenant.iter().map(|&position| self.running[position as usize].id));
             }
             rest = others;
         }
         edges.clear();
         self.edges = edges;
-        short.sort_unstable();
-        for id in short {
+        alone.sort_unstable();
+        for id in alone.drain(..) {
             // Who is gone gave its blocks to an older one.
             let Some(position) = self.position(id) else { continue };
             if self.grow_or_preempt(position, 1)? {
@@ -44,6 +44,7 @@ impl Core {
                 *budget -= 1;
             }
         }
+        self.alone = alone;
         Ok(())
     }
 

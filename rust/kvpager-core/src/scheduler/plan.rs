@@ -107,6 +107,7 @@ impl Core {
         let block_size = self.config.block_size;
         let last = base_id(compartment + 1);
         let mut num_prefills = 0;
+        self.edges.clear();
         let mut position = range_of(&self.running, compartment).start;
         while let Some(sequence) = self.running.get_mut(position) {
             let id = sequence.id;
