@@ -167,13 +167,14 @@ class TenantTable:
 
         Raises:
             RefusedError: a prompt does not fit its scope's limit.
+            InvalidArgumentError: the model's chat template takes no system prompt, or its chats do not begin
+                alike.
         """
         from kvpager.engine import GenerationParams
 
         for name, spec in (*self.publics.items(), *self.groups.items()):
             for text in spec.system_prompts:
-                ids = tokenizer.encode_chat([{"role": "system", "content": text}])
-                engine.submit(ids, GenerationParams(max_tokens=1), tenant=name)
+                engine.submit(_head_of_chats(tokenizer, text), GenerationParams(max_tokens=1), tenant=name)
 
     @classmethod
     def open(cls, *, operator_hashes: Sequence[str] = ()) -> TenantTable:
@@ -281,6 +282,29 @@ def _check_keys(path: Path, tenants: dict[str, TenantSpec], operator: Sequence[s
             if digest in owners:
                 raise InvalidArgumentError(f"{path}: {name!r} and {owners[digest]} have the same key")
             owners[digest] = repr(name)
+
+
+def _head_of_chats(tokenizer: ChatTokenizer, system_prompt: str) -> list[int]:
+    """The tokens that every chat with a system prompt begins with, whatever its user says."""
+    # The system prompt alone would end in a header of the assistant, and templates may put it into the user's
+    # first message. Starts that tokenizers join to what is before them leave out what may be joined.
+    chats = [
+        tokenizer.encode_chat(
+            [
+                {"role": "system", "content": system_prompt},
+                {"role": "user", "content": start},
+            ]
+        )
+        for start in ("a", " 1", "\n\n", "\u00e9")
+    ]
+    shortest = min(map(len, chats))
+    differs = (at for at in range(shortest) if len({chat[at] for chat in chats}) > 1)
+    head = list(chats[0][: next(differs, shortest)])
+    if not head:
+        raise InvalidArgumentError(
+            f"chats with the system prompt {system_prompt[:60]!r} do not begin alike: nothing can be shared"
+        )
+    return head
 
 
 @contextlib.contextmanager
