@@ -50,6 +50,10 @@ def test_replay_runs_on_the_fitted_clock(tmp_path: Path) -> None:
         ("tokens,context_tokens,seconds\n1,2,0\n", "seconds above 0"),
         ("tokens,context_tokens,seconds\n1,2,0.1\n", "1 steps, at least 8"),
         ("tokens,context_tokens,seconds\n" + "5,5,0.1\n" * 20, "do not determine the model"),
+        (
+            "tokens,context_tokens,seconds\n" + "1e300,5,1e-300\n1,5,1e-300\n" * 10,
+            "so far apart fit no model",
+        ),
     ],
 )
 def test_unusable_measurements_are_refused(tmp_path: Path, text: str, reason: str) -> None:

@@ -125,6 +125,24 @@ def test_eviction_curves_that_were_stopped_are_none_not_short(shared_dir: Path) 
     assert eviction_curves(part)
 
 
+def test_ctrl_c_that_was_ignored_at_the_start_stays_ignored() -> None:
+    """As `nohup` and `trap '' INT` start commands: the run goes on, and ends as any other."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with asked_to_stop() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert not stop()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        done = interrupted("generate:reasoning", "--requests", "200", "--json")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    code, out, err = done
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert not found["interrupted"]
+    assert found["runs"][0]["finished"] == 200
+
+
 def test_first_ctrl_c_asks_and_the_second_raises() -> None:
     before = signal.getsignal(signal.SIGINT)
     with asked_to_stop() as stop:

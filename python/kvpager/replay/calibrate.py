@@ -82,7 +82,12 @@ def _fit(
 ) -> _Floats:
     columns = np.stack([~bound_by_tokens * 1.0, bound_by_tokens * tokens, context], axis=1)
     # Dividing a row by its measured time makes the residual a relative error.
-    found, _, rank, _ = np.linalg.lstsq(columns / seconds[:, None], np.ones(len(seconds)), rcond=None)
+    with np.errstate(over="ignore"):
+        relative = columns / seconds[:, None]
+    try:
+        found, _, rank, _ = np.linalg.lstsq(relative, np.ones(len(seconds)), rcond=None)
+    except np.linalg.LinAlgError as error:
+        raise InvalidArgumentError(f"{path}: numbers so far apart fit no model: {error}") from error
     if rank < 3 or found[0] <= 0 or found[1] < 0 or found[2] < -1e-12:
         raise InvalidArgumentError(
             f"{path}: these steps do not determine the model (floor {found[0]:.3g}, token {found[1]:.3g}, "

@@ -42,6 +42,8 @@ UNWATCHED = Watch()
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
     """Makes the first Ctrl-C a question that a run answers between two pieces; the second one ends at once.
 
+    Where the process was started with Ctrl-C ignored, as shells start background jobs, it stays so.
+
     Yields:
         Says whether there was one.
     """
@@ -53,6 +55,9 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked = True
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield _never
+        return
     previous = signal.signal(signal.SIGINT, note)
     try:
         yield lambda: asked

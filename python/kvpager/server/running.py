@@ -129,6 +129,8 @@ def _on_signals(now: asyncio.Event) -> asyncio.Event:
         (now if first.is_set() else first).set()
 
     for each in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(each) is signal.SIG_IGN:
+            continue  # who started this process with it ignored means it
         asyncio.get_running_loop().add_signal_handler(each, note)
     return first
 
