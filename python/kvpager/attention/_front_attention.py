@@ -114,7 +114,10 @@ def paged_attention(
         out: `[num_tokens, num_query_heads, value_dim]`, written and returned; a new array of the query's
             dtype if None. Shares no memory with the caches.
         lse: `[num_tokens, num_query_heads]`, float32, written: the natural logarithm of the sum of
-            exponentials (sinks included), -inf where nothing was seen.
+            `exp(score)` over the keys that the row sees, by the final scores (scaled, capped, ALiBi
+            added). With `sinks` the sum has `exp(sink)` of the head too. So a row that sees no key has
+            -inf, and with `sinks` the sink itself; its output is zeros either way. Of parts that
+            `merge_states` is to merge, one gets the sinks.
         return_lse: also return `lse`; a new array if None was given.
         causal: whether a query sees nothing past its own position.
         plan: for arrays on a device: an `AttentionPlan` that the caller keeps up to date. Without one a plan
@@ -261,6 +264,7 @@ def merge_states(
     Args:
         out_a: `[num_tokens, num_heads, value_dim]`, float32, float16 or bfloat16.
         lse_a: `[num_tokens, num_heads]`, float32; -inf where `a` saw no key (its output is not read there).
+            Sinks that are in both count twice: `paged_attention` of one part gets them.
         out_b: as `out_a`.
         lse_b: as `lse_a`.
         out: written and returned; may be one of the sources; a new array of the dtype of `out_a` if None.

@@ -65,7 +65,8 @@ pub struct PagedAttention<'a> {
     pub options: Options<'a>,
     /// `[num_tokens, num_query_heads, value_dim]`, written.
     pub out: Tensor<3>,
-    /// `[num_tokens, num_query_heads]`, fp32, written: logarithm of the sum of exponentials, sinks included.
+    /// `[num_tokens, num_query_heads]`, fp32, written: logarithm of the sum of exponentials, the head's sink included;
+    /// where no key is seen -inf, or the sink.
     pub lse: Option<Tensor<2>>,
 }
 
@@ -92,8 +93,8 @@ fn check_head_values(
     let Some(values) = values else { return Ok(()) };
     if values.len() != num_heads {
         return Err(Error::invalid(format!(
-            "{name} has {} entries, expected {num_heads} (one a query head)",
-            values.len()
+            "{name} has {}, expected {num_heads} (one a query head)",
+            crate::count_of(values.len(), "entry")
         )));
     }
     match values.iter().position(|&value| !allowed(value)) {
@@ -130,8 +131,8 @@ impl PagedAttention<'_> {
         let needed = bytes_of(floats);
         if workspace.len() < needed {
             return Err(Error::invalid(format!(
-                "workspace has {} bytes, this call needs {needed}",
-                workspace.len()
+                "workspace has {}, this call needs {needed}",
+                crate::count_of(workspace.len(), "byte")
             )));
         }
         job::run(&checked, &plan, aligned_floats(workspace, floats), threads);
