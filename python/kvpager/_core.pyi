@@ -368,6 +368,7 @@ class BlockPool:
 
     Raises:
         InvalidArgumentError: for a number out of range.
+        OutOfMemoryError: more than the machine or the process has room for, with the bytes.
 
     Example:
         >>> pool = BlockPool(8)
@@ -741,8 +742,10 @@ class PrefixIndex:
         event_tokens: whether stored events carry the blocks' tokens.
 
     Raises:
-        InvalidArgumentError: a block size that is not 1 to 65,536, token ids of the pool's blocks beyond the
-            machine's memory, a capacity of 0, an unknown policy, a key of another length.
+        InvalidArgumentError: a block size that is not 1 to 65,536, a capacity of 0, an unknown policy, a key
+            of another length.
+        OutOfMemoryError: token ids of the pool's blocks beyond the memory, with the bytes.
+        WrongStateError: the pool is of a parent process.
     """
 
     def __new__(
@@ -1363,12 +1366,13 @@ class Scheduler:
     once is a `WrongStateError`.
 
     Args:
-        pool: where blocks come from.
+        pool: where blocks come from. A pool has one scheduler at a time.
         index: for prefix reuse; None for none.
         block_size: token positions in a block; the index's, if there is one.
         max_batch_tokens: tokens in a step, at least `max_running`.
         max_running: sequences that run at once.
-        max_model_tokens: longest sequence, prompt and output together.
+        max_model_tokens: longest sequence, prompt and output together. Tables have columns for it, but no
+            more than the pool has blocks.
         layer_groups: what the layers of each group see, as `KvGeometry.layer_groups` begins:
             `("full", None)`, `("sliding", tokens)`, `("chunked", tokens)`, a query's own token counted. None
             for one full group. All groups take blocks of one pool; a block out of its group's window is let
@@ -1405,6 +1409,8 @@ class Scheduler:
 
     Raises:
         InvalidArgumentError: with every limit that is out of range.
+        OutOfMemoryError: tables that there is no room for, with the bytes.
+        WrongStateError: the pool has another scheduler, or is of a parent process.
     """
 
     def __new__(

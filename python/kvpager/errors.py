@@ -14,6 +14,7 @@ __all__ = [
     "MissingDependencyError",
     "NeedsReclaimError",
     "OutOfBlocksError",
+    "OutOfMemoryError",
     "OverQuotaError",
     "RefusedError",
     "WrongStateError",
@@ -83,6 +84,18 @@ class NeedsReclaimError(KvPagerError):
         self.needed = needed
         self.free = free
         self.cached = cached
+
+
+class OutOfMemoryError(KvPagerError, MemoryError):
+    """What was to be made does not fit in the memory of the machine or of the process: ask for less.
+
+    Attributes:
+        num_bytes: bytes of all that it allocates.
+    """
+
+    def __init__(self, text: str, num_bytes: int = 0) -> None:
+        super().__init__(text)
+        self.num_bytes = num_bytes
 
 
 class InvalidHandleError(KvPagerError, ValueError):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvpager import BlockPool, Scheduler, errors
+from kvpager import BlockPool, PrefixIndex, Scheduler, errors
 
 from .engine import commit_samples, make
 
@@ -44,7 +44,7 @@ def test_a_refusal_says_when_to_come_back() -> None:
     assert (tenant.num_waiting, other.num_waiting_tokens) == (2, 8)
     with pytest.raises(errors.InvalidArgumentError, match="max_waiting is 0"):
         scheduler.add_tenant("carol", max_waiting=0)
-    with pytest.raises(errors.InvalidArgumentError, match="max_waiting_tokens 0"):
+    with pytest.raises(errors.InvalidArgumentError, match="max_waiting_tokens is 0"):
         make(max_waiting_tokens=0)
 
 
@@ -53,7 +53,7 @@ def test_pause_resume_drain_and_reset_through_python() -> None:
     tenant = scheduler.add_tenant("alice")
     request = scheduler.submit(tenant, range(9), max_tokens=4)
     commit_samples(scheduler, scheduler.step())
-    with pytest.raises(errors.WrongStateError, match="1 requests have blocks"):
+    with pytest.raises(errors.WrongStateError, match="1 request with blocks"):
         scheduler.reset_cache()
     assert scheduler.pause(request)
     commit_samples(scheduler, scheduler.step())
@@ -107,19 +107,38 @@ def test_more_padding_than_a_batch_can_have_is_refused() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_scheduler_is_refused_in_a_forked_child() -> None:
-    scheduler = Scheduler(BlockPool(8), None, block_size=4)
+    pool = BlockPool(8)
+    index = PrefixIndex(pool, block_size=4)
+    scheduler = Scheduler(pool, index, block_size=4)
     tenant = scheduler.add_tenant("a")
     child = os.fork()
     if child == 0:
         refused = 0
-        for call in (scheduler.step, scheduler.has_work, lambda: scheduler.submit(tenant, [1], max_tokens=1)):
+        for call in (
+            scheduler.step,
+            scheduler.has_work,
+            lambda: scheduler.submit(tenant, [1], max_tokens=1),
+            lambda: Scheduler(pool, block_size=4),
+            lambda: Scheduler(BlockPool(8), index, block_size=4),
+            lambda: PrefixIndex(pool, block_size=4),
+        ):
             try:
                 call()
-            except errors.WrongStateError:
-                refused += 1
-        os._exit(0 if refused == 3 else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            except errors.WrongStateError as error:
+                refused += "parent process" in str(error)
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
     scheduler.submit(tenant, [1], max_tokens=1)
+
+
+def test_a_pool_has_one_scheduler_at_a_time() -> None:
+    pool = BlockPool(8)
+    first = Scheduler(pool, block_size=4)
+    with pytest.raises(errors.WrongStateError, match="has a scheduler already"):
+        Scheduler(pool, block_size=4)
+    first.add_tenant("alice")
+    del first
+    Scheduler(pool, block_size=4)
 
 
 def test_a_sample_aborted_before_its_request_splits_ends_with_a_record() -> None:

@@ -82,5 +82,5 @@ def test_a_request_that_cannot_be_retained_is_refused() -> None:
     bare = Scheduler(BlockPool(8), None, block_size=4)
     with pytest.raises(errors.InvalidArgumentError, match="needs a prefix index"):
         bare.submit(bare.add_tenant("alice"), range(4), retention=Retention())
-    with pytest.raises(TypeError):
+    with pytest.raises(errors.InvalidArgumentError, match=r"retention must be a Retention, is 3\.0"):
         scheduler.submit(tenant, range(4), retention=3.0)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ def test_a_strict_tenant_has_the_part_that_its_blocks_are_of_the_pool() -> None:
     for tenant, places in ((strict, 4), (other, 12)):
         for i in range(places):
             scheduler.submit(tenant, range(100 * i, 100 * i + 30), max_tokens=1)
-        with pytest.raises(errors.RefusedError, match=f"{places} requests wait, the limit is {places}"):
+        with pytest.raises(errors.RefusedError, match=f"{places} requests waiting, the limit is {places}"):
             scheduler.submit(tenant, range(30), max_tokens=1)
     batch = scheduler.step()
     counts = np.diff(batch.query_start)
@@ -77,7 +77,7 @@ def test_what_strict_tenants_have_others_never_had() -> None:
     while scheduler.has_work():
         commit_samples(scheduler, scheduler.step())
     scheduler.add_tenant("strict", guaranteed=8, isolation="strict", max_running=3, max_batch_tokens=3)
-    with pytest.raises(errors.RefusedError, match="2 samples, and 1 sequences may run at once"):
+    with pytest.raises(errors.RefusedError, match="2 samples, and 1 sequence may run at once"):
         scheduler.submit(other, range(4), n=2)
 
 

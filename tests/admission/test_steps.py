@@ -46,7 +46,7 @@ def test_drafts_are_verified_in_one_step() -> None:
     batch = scheduler.step()
     assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([99], [8])
     assert scheduler.draft_counts() == ([1, 1, 1], [1, 1, 0])
-    with pytest.raises(errors.InvalidArgumentError, match="draft_start has 1 entries and runs from 0 to 0;"):
+    with pytest.raises(errors.InvalidArgumentError, match="draft_start has 1 entry and runs from 0 to 0;"):
         scheduler.propose([request], [0], [])
     with pytest.raises(errors.InvalidArgumentError, match=f"sequence {request} is named twice"):
         scheduler.propose([request, request], [0, 1, 2], [1, 2])

@@ -244,7 +244,7 @@ def test_a_block_released_in_a_step_comes_back_when_it_closes() -> None:
 def test_steps_that_may_be_open_are_limited() -> None:
     pool = BlockPool(4, max_open_steps=2)
     epochs = [pool.open_step(), pool.open_step()]
-    with pytest.raises(errors.WrongStateError, match="2 steps are open"):
+    with pytest.raises(errors.WrongStateError, match="2 steps open"):
         pool.open_step()
     pool.close_step(epochs[0])
     pool.open_step()

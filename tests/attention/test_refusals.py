@@ -181,7 +181,7 @@ def test_a_sink_of_minus_infinity_is_no_sink(case: Case) -> None:
     ("changes", "text"),
     [
         ({"block_tables": [[0, 1], [2]]}, "block_tables is no array of integers: .*inhomogeneous"),
-        ({"block_tables": [[0, 2**40], [2, 3]]}, r"block_tables\[0, 1\] is 1099511627776, outside"),
+        ({"block_tables": [[0, 2**40], [2, 3]]}, r"block_tables\[0, 1\] is 1099511627776, must be"),
         ({"block_tables": None}, "block_tables has 0 dimensions"),
         ({"context_lens": "ab"}, "context_lens has 0 dimensions"),
         ({"context_lens": [2**70, 1]}, "context_lens has dtype object, expected integers"),
@@ -203,7 +203,7 @@ def test_append_names_the_argument_that_does_not_fit() -> None:
     rows, cache = np.ones((2, 2, 64), np.float32), np.zeros((3, 16, 2, 64), np.float32)
     other = cache.copy()
     refused(
-        "slot_mapping has 1 entries, but key has 2 tokens", lambda: append_kv(rows, rows, cache, other, [4])
+        "slot_mapping has 1 entry, but key has 2 tokens", lambda: append_kv(rows, rows, cache, other, [4])
     )
     refused(r"key has shape \[2, 1, 64\]", lambda: append_kv(rows[:, :1], rows, cache, other, [4, 5]))
     refused(r"value has shape \[2, 2, 32\]", lambda: append_kv(rows, rows[..., :32], cache, other, [4, 5]))

@@ -57,6 +57,23 @@ def test_states_without_any_key_merge_to_zero() -> None:
     assert np.isneginf(merged[1]).all()
 
 
+def test_the_log_sum_exp_has_the_sink_in_it_and_is_the_sink_where_nothing_is_seen() -> None:
+    sinks = np.array([-1.0, 0.5, -np.inf, 2.0], np.float32)
+    case = make_case(3, [(2, 40), (1, 0)], heads=4, kv_heads=2)
+    out, bare = case.call(paged_attention, return_lse=True)
+    weighed, lse = case.call(paged_attention, return_lse=True, sinks=sinks)
+    np.testing.assert_allclose(lse[:2], np.logaddexp(bare[:2], sinks), rtol=1e-6)
+    np.testing.assert_allclose(weighed[:2], out[:2] * np.exp(bare[:2] - lse[:2])[..., None], atol=1e-6)
+    assert np.isneginf(bare[2]).all()
+    np.testing.assert_array_equal(lse[2], sinks)
+    assert not weighed[2].any()
+    # A part with the sinks and one without them are the whole.
+    empty, nothing = np.zeros_like(out), np.broadcast_to(sinks, bare.shape).copy()
+    merged, merged_lse = merge_states(out, bare, empty, nothing)
+    np.testing.assert_allclose(merged_lse[:2], lse[:2], rtol=1e-6)
+    np.testing.assert_allclose(merged[:2], weighed[:2], atol=1e-6)
+
+
 def test_merge_refuses_what_does_not_fit() -> None:
     out, lse = np.zeros((2, 3, 8), np.float32), np.zeros((2, 3), np.float32)
     for arguments in (
@@ -142,9 +159,9 @@ def test_groups_found_in_the_tables_give_what_separate_sequences_give() -> None:
         ({"group_sequences": [0, 3]}, "group 0 names sequence 3 of 3"),
         ({"group_sequences": [0, 0]}, "sequence 0 is in two groups"),
         ({"group_sequences": [0, 2]}, "sequences 0 and 2 do not share their first 32 tokens: entry 0"),
-        ({"group_start": [0, 1]}, "does not cut 2 members into 1 groups"),
-        ({"group_start": [0]}, "does not cut 2 members into 1 groups"),
-        ({"group_start": []}, "does not cut 2 members into 1 groups"),
+        ({"group_start": [0, 1]}, "does not cut 2 members into 1 group"),
+        ({"group_start": [0]}, "does not cut 2 members into 1 group"),
+        ({"group_start": []}, "does not cut 2 members into 1 group"),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(change: dict[str, Any], text: str) -> None:

@@ -236,10 +236,10 @@ def test_blocks_move_and_states_merge_through_the_front() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda k: front.zero_blocks(k, np.array([6], np.int32)), r"block_ids\[0\] is 6, outside 0..6"),
+        (lambda k: front.zero_blocks(k, np.array([6], np.int32)), r"block_ids\[0\] is 6, must be 0 to 5"),
         (
             lambda k: front.copy_blocks(k, None, np.array([[0, -1]], np.int32)),
-            r"block_copies\[0\] is -1, outside 0..6",
+            r"block_copies\[0\] is -1, must be 0 to 5",
         ),
         (lambda k: front.copy_blocks(k, None, np.zeros(2, np.int32)), "shape"),
         (lambda k: front.copy_blocks(k, None, np.array([[0, 3], [1, 3]])), "names block 3 twice"),
@@ -247,7 +247,7 @@ def test_blocks_move_and_states_merge_through_the_front() -> None:
             lambda k: front.copy_blocks(k, None, np.array([[0, 3], [3, 4]])),
             "block 3 as a source and a destination",
         ),
-        (lambda k: front.copy_blocks(k, k[:4], np.array([[0, 5]])), "outside 0..4"),
+        (lambda k: front.copy_blocks(k, k[:4], np.array([[0, 5]])), "must be 0 to 3"),
         (lambda k: front.scatter_blocks(k, np.array([1, 1]), k[:2]), "names block 1 twice"),
         (lambda k: front.zero_blocks(k, np.array([2**32])), "block_ids must fit int32, has 4294967296"),
         (lambda k: front.zero_blocks(k, np.array([1.5])), "block_ids must have integers, has float64"),
@@ -269,12 +269,15 @@ def test_wrong_ids_and_shapes_are_refused_at_the_call(call: Any, text: str) -> N
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"query_start": np.array([0, 1, 12], np.int32)}, r"query_start\[2\] is 12, outside 1..=4"),
+        ({"query_start": np.array([0, 1, 12], np.int32)}, r"query_start\[2\] is 12, must be 1 to 4"),
         ({"query_start": np.array([2, 3, 4], np.int32)}, r"query_start\[0\] is 2, expected 0"),
         ({"context_lens": np.array([20, 2], np.int32)}, r"context_lens\[1\] is 2, but the sequence has 3"),
         ({"context_lens": np.array([2000, 30], np.int32)}, "entries, 2000 tokens need"),
         ({"table_rows": np.array([0, 5], np.int32)}, "sequence 1 has no table row: 5 of"),
-        ({"block_tables": np.full((2, 8), -1, np.int32)}, r"block_tables\[0, 0\] is -1, outside"),
+        (
+            {"block_tables": np.full((2, 8), -1, np.int32)},
+            r"block_tables\[0, 0\] is -1 inside the used range, must be 0 to",
+        ),
         ({"block_tables": np.full((2, 8), 2**32)}, "block_tables must fit int32"),
         ({"context_lens": [[1], [2, 3]]}, "context_lens is no array of integers"),
     ],

@@ -282,7 +282,7 @@ def test_leaving_the_iterator_frees_the_blocks_at_the_next_step(engine: Engine) 
 def test_refusal_of_the_last_sample_takes_the_others_back(engine: Engine) -> None:
     small = Engine(NullRunner(), EngineConfig(num_blocks=64, max_waiting=3))
     small.submit([1], GenerationParams(n=2))
-    with pytest.raises(RefusedError, match="3 requests wait, the limit is 3") as refused:
+    with pytest.raises(RefusedError, match="3 requests waiting, the limit is 3") as refused:
         small.submit([1], GenerationParams(n=3))
     assert refused.value.retryable
     small.run()

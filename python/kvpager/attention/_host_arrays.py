@@ -84,7 +84,7 @@ def ints(name: str, values: Any, dtype: type[np.signedinteger[Any]], ndim: int =
     if outside.any():
         place = [int(index) for index in np.argwhere(outside)[0]]
         raise InvalidArgumentError(
-            f"{name}{place} is {array[tuple(place)]}, outside {limits.min}..={limits.max}"
+            f"{name}{place} is {array[tuple(place)]}, must be {limits.min} to {limits.max}"
         )
     return array.astype(dtype)
 

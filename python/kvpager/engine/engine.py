@@ -69,7 +69,8 @@ class Engine:
             fingerprint: what must be equal for KV to be reusable; needed if an index outlives a model.
 
         Raises:
-            InvalidArgumentError: sizes out of range, more than there is memory for; other things than these.
+            InvalidArgumentError: sizes out of range; other things than these.
+            OutOfMemoryError: more than there is memory for.
         """
         check("config", config, instance(EngineConfig))
         check_members("runner", runner, _RUNNER)

@@ -79,6 +79,16 @@ pub enum Error {
     /// A bug in the caller, or bad input: a value outside its range. The text has the numbers.
     #[error("{0}")]
     InvalidArgument(String),
+    /// Ask for less: the memory of the machine, or of the process, does not hold what was to be made.
+    #[error("{what} takes {num_bytes} bytes of memory, more than {}", machine(*memory))]
+    OutOfMemory {
+        /// What was to be made.
+        what: String,
+        /// Bytes of all that it allocates.
+        num_bytes: u64,
+        /// The machine's memory, if it is more than that.
+        memory: Option<u64>,
+    },
     /// A request that was not accepted; resubmitting it as it is cannot help, unless `retryable`.
     #[error("refused: {reason}")]
     Refused {
@@ -94,9 +104,26 @@ pub enum Error {
     WrongState(String),
 }
 
-/// `1 block`, `2 blocks`.
-pub(crate) fn count(number: u64, noun: &str) -> String {
-    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+/// A number with its noun, as texts for people have it: `1 block`, `2 blocks`, `0 entries`, `3 branches`.
+pub fn count(number: impl Into<i128>, noun: &str) -> String {
+    let number = number.into();
+    let (stem, ending) = match noun.strip_suffix('y') {
+        _ if number == 1 => (noun, ""),
+        Some(stem) => (stem, "ies"),
+        None if noun.ends_with("ch") => (noun, "es"),
+        None => (noun, "s"),
+    };
+    format!("{number} {stem}{ending}")
+}
+
+/// [`count`] of what a collection holds.
+#[must_use]
+pub fn count_of(number: usize, noun: &str) -> String {
+    count(number as u64, noun)
+}
+
+fn machine(memory: Option<u64>) -> String {
+    memory.map_or_else(|| "can be had now".to_owned(), |bytes| format!("the machine's {bytes}"))
 }
 
 fn room(available: u64, limit: u64) -> String {
@@ -112,8 +139,31 @@ impl Error {
         Self::InvalidArgument(text.into())
     }
 
+    /// The same error for a call that asked for more than the number that was checked says.
+    #[must_use]
+    pub fn asked_for(mut self, number: u64) -> Self {
+        if let Self::OutOfBlocks { needed, .. } | Self::OverQuota { needed, .. } = &mut self {
+            *needed = number;
+        }
+        self
+    }
+
     /// An [`Error::Refused`] that no waiting helps.
     pub fn refused(reason: impl Into<String>) -> Self {
         Self::Refused { reason: reason.into(), retryable: false, retry_after_steps: None }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_thing_is_singular_and_every_other_number_plural() {
+        let texts = ["block", "entry", "branch"].map(|noun| [0, 1, 2].map(|number| count_of(number, noun)));
+        assert_eq!(texts[0], ["0 blocks", "1 block", "2 blocks"]);
+        assert_eq!(texts[1], ["0 entries", "1 entry", "2 entries"]);
+        assert_eq!(texts[2], ["0 branches", "1 branch", "2 branches"]);
+        assert_eq!(count(-1, "draft"), "-1 drafts");
     }
 }

@@ -11,6 +11,7 @@ pub mod block_tables;
 pub mod error;
 pub mod geometry;
 pub mod ids;
+mod memory;
 pub mod prefix_index;
 #[cfg(not(loom))]
 pub mod replay;
@@ -23,5 +24,5 @@ pub mod sync;
 #[cfg(not(loom))]
 mod ticks;
 
-pub use error::{Error, HandleFault, Result};
+pub use error::{Error, HandleFault, Result, count, count_of};
 pub use ids::{AccountId, BlockHandle, BlockId, NamespaceId, SequenceId, StepId};

@@ -297,7 +297,7 @@ fn test_an_extend_with_wrong_numbers_is_refused_with_them() {
     let mut pin = w.index.root(w.namespace).unwrap();
     let mut blocks = w.allocate(2);
     let error = w.index.extend(&mut pin, &tokens(0..7), &mut blocks).unwrap_err();
-    assert_eq!(error.to_string(), "2 blocks need 8 tokens, got 7");
+    assert_eq!(error.to_string(), "for 2 blocks 8 tokens are needed, got 7");
     w.pool.release(&blocks).unwrap();
     let error = w.index.extend(&mut pin, &tokens(0..8), &mut blocks).unwrap_err();
     assert!(matches!(error, Error::InvalidHandle { .. }), "{error}");

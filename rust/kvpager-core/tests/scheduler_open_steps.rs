@@ -9,6 +9,7 @@ use kvpager_core::scheduler::{
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
 use std::collections::HashMap;
+use std::sync::Arc;
 use support::{Engine, config, expected_output, host_tier, prompt, request};
 
 fn deep(block_size: u32, max_open_steps: u32) -> SchedulerConfig {
@@ -41,6 +42,23 @@ fn more_open_steps_than_the_pool_has_are_refused_at_the_start() {
     assert!(Scheduler::new(pool.clone(), None, deep(4, 8)).is_ok());
     let error = Scheduler::new(pool, None, deep(4, 20)).err().unwrap().to_string();
     assert!(error.contains("max_open_steps is 20, the pool has 8"), "{error}");
+}
+
+#[test]
+fn a_pool_has_one_scheduler_at_a_time() {
+    let pool = BlockPool::new(PoolConfig { num_blocks: 4, ..PoolConfig::default() }).unwrap();
+    let first = Scheduler::new(Arc::clone(&pool), None, config(4)).unwrap();
+    let before = pool.stats();
+    let refused = Scheduler::new(Arc::clone(&pool), None, config(4)).err();
+    assert!(
+        matches!(&refused, Some(Error::WrongState(text)) if text.contains("has a scheduler already")),
+        "{refused:?}"
+    );
+    assert_eq!(pool.stats(), before);
+    drop(first);
+    // One that was not made does not count.
+    assert!(Scheduler::new(Arc::clone(&pool), None, deep(4, 20)).is_err());
+    assert!(Scheduler::new(pool, None, config(4)).is_ok());
 }
 
 #[test]

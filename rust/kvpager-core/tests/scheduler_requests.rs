@@ -72,18 +72,24 @@ fn the_queue_is_bounded_by_requests_and_tokens_of_a_tenant_and_of_all() {
     let wide = engine.tenant("wide");
     engine.submit(&narrow, &prompt(1, 5), 2).unwrap();
     let (reason, retryable, retry) = refusal(engine.submit(&narrow, &prompt(2, 8), 2));
-    assert!(reason.contains("\"narrow\": 5 prompt tokens wait, 8 more pass the limit of 12"), "{reason}");
+    assert!(
+        reason.contains("\"narrow\": 5 prompt tokens waiting, 8 more would pass the limit of 12"),
+        "{reason}"
+    );
     assert!(retryable && retry.is_some_and(|steps| steps >= 1));
     engine.submit(&narrow, &prompt(2, 7), 2).unwrap();
     let (reason, ..) = refusal(engine.submit(&narrow, &prompt(3, 1), 2));
-    assert!(reason.contains("2 requests wait, the limit is 2"), "{reason}");
+    assert!(reason.contains("2 requests waiting, the limit is 2"), "{reason}");
     let (reason, retryable, retry) = refusal(engine.submit(&narrow, &prompt(3, 13), 2));
     assert!(reason.contains("13 tokens; at most 12"), "{reason}");
     assert!(!retryable && retry.is_none());
     // The refused ones took no place of the global bound either.
     engine.submit(&wide, &prompt(4, 20), 2).unwrap();
     let (reason, retryable, _) = refusal(engine.submit(&wide, &prompt(5, 9), 2));
-    assert!(reason.contains("32 prompt tokens wait, 9 more pass the limit of 40") && retryable, "{reason}");
+    assert!(
+        reason.contains("32 prompt tokens waiting, 9 more would pass the limit of 40") && retryable,
+        "{reason}"
+    );
     engine.submit(&wide, &prompt(5, 8), 2).unwrap();
     assert_eq!((narrow.num_waiting(), narrow.num_waiting_tokens(), wide.num_waiting_tokens()), (2, 12, 28));
     engine.finish(20);

@@ -5,13 +5,15 @@
 //! PyO3 names the argument to the error, which puts the name in front of its text.
 
 use crate::error::invalid;
+use crate::kinds::shown;
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyBool;
+use std::fmt::Display;
 
 /// An integer type with its range.
-pub(crate) trait Integer: Sized + TryFrom<i128> + std::fmt::Display {
+pub(crate) trait Integer: Sized + TryFrom<i128> + Display {
     const MIN: Self;
     const MAX: Self;
 }
@@ -29,6 +31,26 @@ integers!(u8, u16, u32, u64, usize, i32, i64);
 
 /// An integer argument. Booleans, floats and everything that is no integer are refused.
 pub(crate) fn int<T: Integer>(object: &Bound<'_, PyAny>) -> PyResult<T> {
+    read(object, |object| slow_int(object, (&T::MIN, &T::MAX)))
+}
+
+/// An integer argument of which the core takes `LOW` to `HIGH`, as the error says for what is no `T`; what is one, the
+/// core checks.
+pub(crate) fn int_of<const LOW: u64, const HIGH: u64, T: Integer>(object: &Bound<'_, PyAny>) -> PyResult<T> {
+    read(object, |object| slow_int(object, (&LOW, &HIGH)))
+}
+
+/// [`int_of`], or `None`.
+pub(crate) fn optional_int_of<const LOW: u64, const HIGH: u64, T: Integer>(
+    object: &Bound<'_, PyAny>,
+) -> PyResult<Option<T>> {
+    if object.is_none() { Ok(None) } else { int_of::<LOW, HIGH, T>(object).map(Some) }
+}
+
+fn read<T: Integer>(
+    object: &Bound<'_, PyAny>,
+    slow: impl FnOnce(&Bound<'_, PyAny>) -> PyResult<T>,
+) -> PyResult<T> {
     // SAFETY: `object` is a live object and the interpreter is held.
     if unsafe { ffi::PyLong_CheckExact(object.as_ptr()) } != 0 {
         // SAFETY: as above, and it is an int. An int that does not fit sets an error, which is looked at below.
@@ -42,13 +64,13 @@ pub(crate) fn int<T: Integer>(object: &Bound<'_, PyAny>) -> PyResult<T> {
             drop(PyErr::take(object.py()));
         }
     }
-    slow_int(object)
+    slow(object)
 }
 
 /// The same for everything that is not a small int: large ones, other integer types, and all that is refused.
 #[cold]
-fn slow_int<T: Integer>(object: &Bound<'_, PyAny>) -> PyResult<T> {
-    let outside = || invalid(format!("is {}, must be {} to {}", shown(object), T::MIN, T::MAX));
+fn slow_int<T: Integer>(object: &Bound<'_, PyAny>, (low, high): (&dyn Display, &dyn Display)) -> PyResult<T> {
+    let outside = || invalid(format!("is {}, must be {low} to {high}", shown(object)));
     if object.is_instance_of::<PyBool>() {
         return Err(invalid("must be an integer, is a bool"));
     }
@@ -74,11 +96,4 @@ pub(crate) fn named_int<T: Integer>(object: &Bound<'_, PyAny>, name: &str) -> Py
 /// An integer argument that may be `None`.
 pub(crate) fn optional_int<T: Integer>(object: &Bound<'_, PyAny>) -> PyResult<Option<T>> {
     if object.is_none() { Ok(None) } else { int(object).map(Some) }
-}
-
-/// An object as an error shows it.
-pub(crate) fn shown(object: &Bound<'_, PyAny>) -> String {
-    // An object whose `str` fails still gets an error of ours.
-    let text = object.str().map(|text| text.to_string_lossy().chars().take(80).collect());
-    text.unwrap_or_else(|_| "an object".to_owned())
 }

@@ -8,6 +8,7 @@ mod classes {
     pyo3::import_exception!(kvpager.errors, OutOfBlocksError);
     pyo3::import_exception!(kvpager.errors, OverQuotaError);
     pyo3::import_exception!(kvpager.errors, NeedsReclaimError);
+    pyo3::import_exception!(kvpager.errors, OutOfMemoryError);
     pyo3::import_exception!(kvpager.errors, InvalidHandleError);
     pyo3::import_exception!(kvpager.errors, InvalidArgumentError);
     pyo3::import_exception!(kvpager.errors, RefusedError);
@@ -37,6 +38,7 @@ pub(crate) fn to_py(error: Error) -> PyErr {
         Error::NeedsReclaim { needed, free, cached } => {
             classes::NeedsReclaimError::new_err((text, needed, free, cached))
         }
+        Error::OutOfMemory { num_bytes, .. } => classes::OutOfMemoryError::new_err((text, num_bytes)),
         Error::InvalidHandle { .. } => classes::InvalidHandleError::new_err(text),
         Error::InvalidArgument(_) => classes::InvalidArgumentError::new_err(text),
         Error::Refused { retryable, retry_after_steps, .. } => {

@@ -2,6 +2,7 @@
 
 use crate::args::{int, optional_int};
 use crate::error::{IntoPyResult, invalid};
+use crate::kinds::{number, optional_text, text};
 use kvpager_core::geometry as core;
 use pyo3::prelude::*;
 
@@ -24,9 +25,9 @@ impl KvGeometry {
     #[staticmethod]
     #[pyo3(signature = (text, *, kv_dtype = "bf16", kv_scales = None, tensor_parallel = 1, pipeline_parallel = 1))]
     fn from_config_json(
-        text: &str,
-        kv_dtype: &str,
-        kv_scales: Option<&str>,
+        #[pyo3(from_py_with = text)] text: &str,
+        #[pyo3(from_py_with = text)] kv_dtype: &str,
+        #[pyo3(from_py_with = optional_text)] kv_scales: Option<&str>,
         #[pyo3(from_py_with = int)] tensor_parallel: u64,
         #[pyo3(from_py_with = int)] pipeline_parallel: u64,
     ) -> PyResult<Self> {
@@ -227,7 +228,7 @@ impl KvGeometry {
         &self,
         #[pyo3(from_py_with = int)] device_memory: u64,
         #[pyo3(from_py_with = optional_int)] device_free: Option<u64>,
-        device_share: f64,
+        #[pyo3(from_py_with = number)] device_share: f64,
         #[pyo3(from_py_with = optional_int)] weights: Option<u64>,
         #[pyo3(from_py_with = optional_int)] activations: Option<u64>,
         #[pyo3(from_py_with = optional_int)] workspace: Option<u64>,

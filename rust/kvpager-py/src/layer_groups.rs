@@ -1,7 +1,8 @@
 //! Reading `layer_groups`: what the layers of each group see.
 
-use crate::args::{named_int, shown};
+use crate::args::named_int;
 use crate::error::invalid;
+use crate::kinds::shown;
 use kvpager_core::geometry::Span;
 use pyo3::prelude::*;
 

@@ -11,6 +11,7 @@ mod block_pool;
 mod error;
 mod fork;
 mod geometry;
+mod kinds;
 mod layer_groups;
 mod phases;
 mod prefix_index;

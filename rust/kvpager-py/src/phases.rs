@@ -1,6 +1,7 @@
 //! Bindings of `kvpager_core::scheduler::PhaseTimes`.
 
 use crate::error::invalid;
+use crate::kinds::{number, optional_text};
 use kvpager_core::scheduler::{Phase, PhaseTimes};
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
@@ -39,7 +40,11 @@ impl PyPhaseTimes {
     }
 
     #[pyo3(signature = (percentile, phase=None))]
-    fn percentile_ns(&self, percentile: f64, phase: Option<&str>) -> PyResult<u64> {
+    fn percentile_ns(
+        &self,
+        #[pyo3(from_py_with = number)] percentile: f64,
+        #[pyo3(from_py_with = optional_text)] phase: Option<&str>,
+    ) -> PyResult<u64> {
         if !(0.0..=100.0).contains(&percentile) {
             return Err(invalid(format!("percentile is {percentile}, must be from 0 to 100")));
         }

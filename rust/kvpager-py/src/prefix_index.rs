@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 
 pub(crate) use identity::PyFingerprint;
 pub(crate) use index::PyPrefixIndex;
-pub(crate) use tokens::items;
+pub(crate) use tokens::{items, optional_items};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyPrefixIndex>()?;

@@ -3,6 +3,7 @@
 use crate::args::{Integer, int};
 use crate::arrays::read_ints;
 use crate::error::{IntoPyResult, invalid};
+use crate::kinds::{text, texts};
 use kvpager_core::Error;
 use kvpager_core::prefix_index::EvictionPolicy;
 use kvpager_core::replay as core;
@@ -168,10 +169,10 @@ impl Replay {
     #[pyo3(signature = (settings, *, policy, eviction, hash_block, tenants))]
     fn new(
         settings: &Bound<'_, PyAny>,
-        policy: &str,
-        eviction: &str,
+        #[pyo3(from_py_with = text)] policy: &str,
+        #[pyo3(from_py_with = text)] eviction: &str,
         #[pyo3(from_py_with = int)] hash_block: u32,
-        tenants: Vec<String>,
+        #[pyo3(from_py_with = texts)] tenants: Vec<String>,
     ) -> PyResult<Self> {
         let config = core::ReplayConfig {
             policy: AdmissionPolicy::from_name(policy).py()?,
@@ -250,9 +251,9 @@ impl SequentialReplay {
     fn new(
         #[pyo3(from_py_with = int)] num_blocks: u32,
         #[pyo3(from_py_with = int)] block_size: u32,
-        eviction: &str,
+        #[pyo3(from_py_with = text)] eviction: &str,
         #[pyo3(from_py_with = int)] hash_block: u32,
-        tenants: Vec<String>,
+        #[pyo3(from_py_with = texts)] tenants: Vec<String>,
     ) -> PyResult<Self> {
         let eviction = eviction.parse::<EvictionPolicy>().py()?;
         core::SequentialReplay::new(num_blocks, block_size, eviction, hash_block, &tenants)

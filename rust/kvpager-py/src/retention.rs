@@ -2,6 +2,7 @@
 
 use crate::args::{int, optional_int};
 use crate::error::IntoPyResult;
+use crate::kinds::optional_number;
 use kvpager_core::scheduler::{Deadline, Retention};
 use pyo3::prelude::*;
 
@@ -15,7 +16,7 @@ impl PyRetention {
     #[new]
     #[pyo3(signature = (*, seconds=None, steps=None, num_tokens=None, priority=0))]
     fn new(
-        seconds: Option<f64>,
+        #[pyo3(from_py_with = optional_number)] seconds: Option<f64>,
         #[pyo3(from_py_with = optional_int)] steps: Option<u64>,
         #[pyo3(from_py_with = optional_int)] num_tokens: Option<u32>,
         #[pyo3(from_py_with = int)] priority: i32,

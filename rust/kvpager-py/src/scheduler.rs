@@ -1,17 +1,18 @@
 //! Bindings of `kvpager_core::scheduler`.
 
-use crate::args::{int, optional_int};
-use crate::arrays::read_ints;
+use crate::args::{int, int_of, optional_int, optional_int_of};
+use crate::arrays::{read_ints, read_tokens};
 use crate::batch::{PyBatch, PyGroupBatch};
 use crate::block_pool::PyBlockPool;
 use crate::error::{IntoPyResult, invalid};
 use crate::fork::Home;
+use crate::kinds::{flag, instance, number, optional_bytes, optional_instance, optional_number, text};
 use crate::phases::PyPhaseTimes;
 use crate::prefix_index::{PyFingerprint, PyPrefixIndex};
 use crate::retention::PyRetention;
 use crate::session::PySession;
 use crate::snapshot::PySchedulerSnapshot;
-use kvpager_core::prefix_index::Isolation;
+use kvpager_core::prefix_index::{Isolation, Item};
 use kvpager_core::scheduler::{
     AdmissionPolicy, CommitOutcome, Deadline, FinishedRequest, HostTierConfig, Overflow, QueueLimits,
     Request, Retention, Scheduler, SchedulerConfig, SchedulerStats, Share, Sharing, Tenant, TenantConfig,
@@ -20,6 +21,11 @@ use kvpager_core::scheduler::{
 use kvpager_core::{SequenceId, StepId};
 use pyo3::prelude::*;
 use std::sync::Arc;
+
+const MAX_U32: u64 = u32::MAX as u64;
+const MAX_U64: u64 = u64::MAX;
+const MAX_TOKENS: u64 = kvpager_core::scheduler::MAX_TOKENS as u64;
+const MAX_OPEN_STEPS: u64 = kvpager_core::block_pool::MAX_OPEN_STEPS as u64;
 
 /// A tenant of one scheduler: the handle that requests are submitted with.
 #[pyclass(name = "Tenant", module = "kvpager._core", frozen)]
@@ -283,6 +289,15 @@ impl PyScheduler {
     }
 }
 
+impl Drop for PyScheduler {
+    fn drop(&mut self) {
+        if self.1.check().is_err() {
+            // The parent's pins are released under locks that may be taken here for ever.
+            std::mem::forget(Arc::clone(&self.0));
+        }
+    }
+}
+
 #[pymethods]
 impl PyScheduler {
     #[new]
@@ -296,30 +311,30 @@ impl PyScheduler {
         max_token_gap=1.4))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
-        pool: &PyBlockPool,
-        index: Option<&PyPrefixIndex>,
-        #[pyo3(from_py_with = int)] block_size: u32,
-        #[pyo3(from_py_with = int)] max_batch_tokens: u32,
-        #[pyo3(from_py_with = int)] max_running: u32,
-        #[pyo3(from_py_with = int)] max_model_tokens: u32,
+        #[pyo3(from_py_with = instance)] pool: &PyBlockPool,
+        #[pyo3(from_py_with = optional_instance)] index: Option<&PyPrefixIndex>,
+        #[pyo3(from_py_with = int_of::<1, MAX_U32, _>)] block_size: u32,
+        #[pyo3(from_py_with = int_of::<1, MAX_TOKENS, _>)] max_batch_tokens: u32,
+        #[pyo3(from_py_with = int_of::<1, MAX_TOKENS, _>)] max_running: u32,
+        #[pyo3(from_py_with = int_of::<1, MAX_TOKENS, _>)] max_model_tokens: u32,
         layer_groups: Option<&Bound<'_, PyAny>>,
-        #[pyo3(from_py_with = int)] max_waiting: u32,
-        #[pyo3(from_py_with = optional_int)] max_waiting_tokens: Option<u64>,
+        #[pyo3(from_py_with = int_of::<1, MAX_U32, _>)] max_waiting: u32,
+        #[pyo3(from_py_with = optional_int_of::<1, MAX_U64, _>)] max_waiting_tokens: Option<u64>,
         #[pyo3(from_py_with = int)] ageing_steps: u32,
-        #[pyo3(from_py_with = int)] max_open_steps: u32,
-        #[pyo3(from_py_with = optional_int)] max_prefill_chunk: Option<u32>,
-        policy: &str,
-        urgent_preempts: bool,
+        #[pyo3(from_py_with = int_of::<1, MAX_OPEN_STEPS, _>)] max_open_steps: u32,
+        #[pyo3(from_py_with = optional_int_of::<1, MAX_U32, _>)] max_prefill_chunk: Option<u32>,
+        #[pyo3(from_py_with = text)] policy: &str,
+        #[pyo3(from_py_with = flag)] urgent_preempts: bool,
         #[pyo3(from_py_with = int)] max_bypass: u32,
         #[pyo3(from_py_with = int)] max_bypass_steps: u64,
-        max_bypass_seconds: f64,
-        zero_blocks: &str,
-        overflow: &str,
+        #[pyo3(from_py_with = number)] max_bypass_seconds: f64,
+        #[pyo3(from_py_with = text)] zero_blocks: &str,
+        #[pyo3(from_py_with = text)] overflow: &str,
         #[pyo3(from_py_with = int)] host_blocks: u32,
         #[pyo3(from_py_with = int)] kv_bytes_per_block: u64,
-        link_bytes_per_second: f64,
-        prefill_tokens_per_second: f64,
-        max_token_gap: f64,
+        #[pyo3(from_py_with = number)] link_bytes_per_second: f64,
+        #[pyo3(from_py_with = number)] prefill_tokens_per_second: f64,
+        #[pyo3(from_py_with = number)] max_token_gap: f64,
     ) -> PyResult<Self> {
         if max_prefill_chunk == Some(0) {
             return Err(invalid("max_prefill_chunk is 0, must be at least 1 or None for no limit"));
@@ -349,8 +364,8 @@ impl PyScheduler {
                 max_token_gap,
             },
         };
-        let index = index.map(|index| Arc::clone(&index.inner));
-        Ok(Self(Arc::new(Scheduler::new(Arc::clone(&pool.inner), index, config).py()?), Home::here()))
+        let index = index.map(|index| index.index().cloned()).transpose()?;
+        Ok(Self(Arc::new(Scheduler::new(Arc::clone(pool.here()?), index, config).py()?), Home::here()))
     }
 
     #[pyo3(signature = (name, *, guaranteed=0, limit=None, weight=1.0, fingerprint=None, isolation="scoped",
@@ -359,15 +374,15 @@ impl PyScheduler {
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn add_tenant(
         &self,
-        name: &str,
+        #[pyo3(from_py_with = text)] name: &str,
         #[pyo3(from_py_with = int)] guaranteed: u32,
         #[pyo3(from_py_with = optional_int)] limit: Option<u32>,
-        weight: f64,
-        fingerprint: Option<&PyFingerprint>,
-        isolation: &str,
-        scope: &str,
-        group: Option<&PyTenant>,
-        public: Option<&PyTenant>,
+        #[pyo3(from_py_with = number)] weight: f64,
+        #[pyo3(from_py_with = optional_instance)] fingerprint: Option<&PyFingerprint>,
+        #[pyo3(from_py_with = text)] isolation: &str,
+        #[pyo3(from_py_with = text)] scope: &str,
+        #[pyo3(from_py_with = optional_instance)] group: Option<&PyTenant>,
+        #[pyo3(from_py_with = optional_instance)] public: Option<&PyTenant>,
         #[pyo3(from_py_with = optional_int)] max_waiting: Option<u32>,
         #[pyo3(from_py_with = optional_int)] max_waiting_tokens: Option<u64>,
         #[pyo3(from_py_with = optional_int)] max_running: Option<u32>,
@@ -401,29 +416,29 @@ impl PyScheduler {
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn submit(
         &self,
-        tenant: &PyTenant,
+        #[pyo3(from_py_with = instance)] tenant: &PyTenant,
         prompt_ids: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = int)] max_tokens: u32,
+        #[pyo3(from_py_with = int_of::<1, MAX_U32, _>)] max_tokens: u32,
         #[pyo3(from_py_with = int)] min_tokens: u32,
         stop_token_ids: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = int)] priority: i32,
-        reuse: bool,
-        partial: bool,
-        salt: Option<Vec<u8>>,
-        items: Option<Vec<(u32, Vec<u8>)>>,
+        #[pyo3(from_py_with = flag)] reuse: bool,
+        #[pyo3(from_py_with = flag)] partial: bool,
+        #[pyo3(from_py_with = optional_bytes)] salt: Option<Vec<u8>>,
+        #[pyo3(from_py_with = crate::prefix_index::optional_items)] items: Option<Vec<Item>>,
         #[pyo3(from_py_with = optional_int)] deadline_steps: Option<u64>,
-        deadline_seconds: Option<f64>,
-        #[pyo3(from_py_with = int)] n: u32,
-        session: Option<&PySession>,
-        retention: Option<&PyRetention>,
+        #[pyo3(from_py_with = optional_number)] deadline_seconds: Option<f64>,
+        #[pyo3(from_py_with = int_of::<1, MAX_U32, _>)] n: u32,
+        #[pyo3(from_py_with = optional_instance)] session: Option<&PySession>,
+        #[pyo3(from_py_with = optional_instance)] retention: Option<&PyRetention>,
     ) -> PyResult<u64> {
         let stop_token_ids = match stop_token_ids {
-            Some(ids) => read_ints(ids, "stop_token_ids")?,
+            Some(ids) => read_tokens(ids, "stop_token_ids")?,
             None => Vec::new(),
         };
         let request = Request {
             tenant: Arc::clone(&tenant.0),
-            prompt: read_ints(prompt_ids, "prompt_ids")?,
+            prompt: read_tokens(prompt_ids, "prompt_ids")?,
             max_tokens,
             min_tokens,
             stop_token_ids,
@@ -435,7 +450,7 @@ impl PyScheduler {
             session: session.map(|session| Arc::clone(&session.0)),
             retention: retention.map(|retention| retention.0),
             salt,
-            items: crate::prefix_index::items(items),
+            items: items.unwrap_or_default(),
         };
         Ok(self.here()?.submit(request).py()?.0)
     }
@@ -443,9 +458,9 @@ impl PyScheduler {
     #[pyo3(signature = (tenant, *, idle_steps=None, idle_seconds=None, priority=0))]
     fn open_session(
         &self,
-        tenant: &PyTenant,
+        #[pyo3(from_py_with = instance)] tenant: &PyTenant,
         #[pyo3(from_py_with = optional_int)] idle_steps: Option<u64>,
-        idle_seconds: Option<f64>,
+        #[pyo3(from_py_with = optional_number)] idle_seconds: Option<f64>,
         #[pyo3(from_py_with = int)] priority: i32,
     ) -> PyResult<PySession> {
         let limit = Deadline { steps: idle_steps, seconds: idle_seconds };
@@ -453,16 +468,16 @@ impl PyScheduler {
         Ok(PySession(self.here()?.open_session(&tenant.0, retention).py()?))
     }
 
-    fn close_session(&self, session: &PySession) -> PyResult<bool> {
+    fn close_session(&self, #[pyo3(from_py_with = instance)] session: &PySession) -> PyResult<bool> {
         Ok(self.here()?.close_session(&session.0))
     }
 
     /// Tokens computed and blocks x steps held, over the tenant's weight.
-    fn service(&self, tenant: &PyTenant) -> PyResult<f64> {
+    fn service(&self, #[pyo3(from_py_with = instance)] tenant: &PyTenant) -> PyResult<f64> {
         self.here()?.service(&tenant.0).py()
     }
 
-    fn unpublish(&self, tenant: &PyTenant) -> PyResult<usize> {
+    fn unpublish(&self, #[pyo3(from_py_with = instance)] tenant: &PyTenant) -> PyResult<usize> {
         self.here()?.unpublish(&tenant.0).py()
     }
 
@@ -498,7 +513,7 @@ impl PyScheduler {
             |ids, name| Ok::<_, PyErr>(read_ints::<u64>(ids, name)?.into_iter().map(SequenceId).collect());
         let ids: Vec<SequenceId> = read(sequence_ids, "sequence_ids")?;
         let parents: Vec<SequenceId> = read(parents, "parents")?;
-        self.here()?.reorder(&ids, &parents, &read_ints::<i32>(tokens, "tokens")?).py()
+        self.here()?.reorder(&ids, &parents, &read_tokens::<i32>(tokens, "tokens")?).py()
     }
 
     fn propose(
@@ -509,7 +524,7 @@ impl PyScheduler {
     ) -> PyResult<u64> {
         let ids = read_ints::<u64>(sequence_ids, "sequence_ids")?.into_iter().map(SequenceId);
         let draft_start = read_ints::<i32>(draft_start, "draft_start")?;
-        let tokens = read_ints::<i32>(tokens, "tokens")?;
+        let tokens = read_tokens::<i32>(tokens, "tokens")?;
         self.here()?.propose(&ids.collect::<Vec<_>>(), &draft_start, &tokens).py()
     }
 
@@ -522,20 +537,28 @@ impl PyScheduler {
     fn drain(
         &self,
         #[pyo3(from_py_with = optional_int)] deadline_steps: Option<u64>,
-        deadline_seconds: Option<f64>,
+        #[pyo3(from_py_with = optional_number)] deadline_seconds: Option<f64>,
     ) -> PyResult<()> {
         self.here()?.drain(Deadline { steps: deadline_steps, seconds: deadline_seconds }).py()
     }
 
     #[pyo3(signature = (*, requeue_running=false))]
-    fn reset_cache(&self, py: Python<'_>, requeue_running: bool) -> PyResult<(u32, u32)> {
+    fn reset_cache(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = flag)] requeue_running: bool,
+    ) -> PyResult<(u32, u32)> {
         let scheduler = self.here()?;
         let reset = py.detach(|| scheduler.reset_cache(requeue_running)).py()?;
         Ok((reset.num_evicted, reset.num_requeued))
     }
 
     #[pyo3(signature = (*, pad_to=0, now=None))]
-    fn step(&self, #[pyo3(from_py_with = int)] pad_to: usize, now: Option<f64>) -> PyResult<PyBatch> {
+    fn step(
+        &self,
+        #[pyo3(from_py_with = int)] pad_to: usize,
+        #[pyo3(from_py_with = optional_number)] now: Option<f64>,
+    ) -> PyResult<PyBatch> {
         let batch = match now {
             Some(now) => self.here()?.step_at(pad_to, now),
             None => self.here()?.step(pad_to),
@@ -550,7 +573,7 @@ impl PyScheduler {
         tokens: &Bound<'_, PyAny>,
     ) -> PyResult<PyCommitOutcome> {
         let token_start = read_ints::<i32>(token_start, "token_start")?;
-        let tokens = read_ints::<i32>(tokens, "tokens")?;
+        let tokens = read_tokens::<i32>(tokens, "tokens")?;
         Ok(PyCommitOutcome(self.here()?.commit(StepId(step_id), &token_start, &tokens).py()?))
     }
 
@@ -558,8 +581,8 @@ impl PyScheduler {
     fn abandon(
         &self,
         #[pyo3(from_py_with = int)] step_id: u64,
-        reason: &str,
-        fail: bool,
+        #[pyo3(from_py_with = text)] reason: &str,
+        #[pyo3(from_py_with = flag)] fail: bool,
     ) -> PyResult<PyCommitOutcome> {
         Ok(PyCommitOutcome(self.here()?.abandon(StepId(step_id), reason, fail).py()?))
     }

@@ -2,6 +2,7 @@
 
 use crate::args::int;
 use crate::error::{IntoPyResult, invalid, wrong_state};
+use crate::kinds::{number, optional_text, text};
 use kvpager_core::stress as core;
 use pyo3::prelude::*;
 use std::sync::Mutex;
@@ -33,10 +34,10 @@ impl Stress {
         #[pyo3(from_py_with = int)] threads: u32,
         #[pyo3(from_py_with = int)] blocks: u32,
         #[pyo3(from_py_with = int)] tenants: u32,
-        mix: &str,
+        #[pyo3(from_py_with = text)] mix: &str,
         #[pyo3(from_py_with = int)] seed: u64,
-        fault: Option<&str>,
-        shrink_seconds: f64,
+        #[pyo3(from_py_with = optional_text)] fault: Option<&str>,
+        #[pyo3(from_py_with = number)] shrink_seconds: f64,
     ) -> PyResult<Self> {
         let config = core::StressConfig::new((threads, blocks, tenants), mix, seed, fault).py()?;
         let config = core::StressConfig { shrink_time: time(shrink_seconds), ..config };
@@ -44,7 +45,7 @@ impl Stress {
     }
 
     /// Runs a round for at most so many seconds.
-    fn advance(&self, py: Python<'_>, seconds: f64) -> PyResult<()> {
+    fn advance(&self, py: Python<'_>, #[pyo3(from_py_with = number)] seconds: f64) -> PyResult<()> {
         py.detach(|| self.with(|stress| stress.advance(time(seconds))))
     }
 
@@ -94,7 +95,11 @@ impl StressLatencies {
     }
 
     /// Records one latency.
-    fn record(&self, family: &str, #[pyo3(from_py_with = int)] nanoseconds: u64) -> PyResult<()> {
+    fn record(
+        &self,
+        #[pyo3(from_py_with = text)] family: &str,
+        #[pyo3(from_py_with = int)] nanoseconds: u64,
+    ) -> PyResult<()> {
         match self.lock().record_named(family, nanoseconds) {
             true => Ok(()),
             false => Err(invalid(format!("{family:?} is no family of operations"))),

@@ -79,9 +79,10 @@ impl Append<'_> {
         self.rows.require_shape(side.rows(), [num_tokens, num_heads, head_dim])?;
         if num_tokens != slots.len() {
             return Err(Error::invalid(format!(
-                "slot_mapping has {} entries, but {} has {num_tokens} tokens",
-                slots.len(),
-                side.rows()
+                "slot_mapping has {}, but {} has {}",
+                crate::count_of(slots.len(), "entry"),
+                side.rows(),
+                crate::count_of(num_tokens, "token")
             )));
         }
         self.cache.require_writable(side.cache())?;
@@ -90,7 +91,9 @@ impl Append<'_> {
         for (token, &slot) in slots.iter().enumerate() {
             if slot < -1 || slot >= num_slots {
                 return Err(Error::invalid(format!(
-                    "slot_mapping[{token}] is {slot}, outside -1..{num_slots} ({num_blocks} blocks of {block_size})"
+                    "slot_mapping[{token}] is {slot}, must be -1 to {} ({} of {block_size})",
+                    num_slots - 1,
+                    crate::count_of(num_blocks, "block")
                 )));
             }
         }

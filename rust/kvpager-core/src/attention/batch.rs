@@ -43,15 +43,15 @@ impl BatchView<'_> {
         let num_sequences = self.context_lens.len();
         if self.query_start.len() != num_sequences + 1 {
             return Err(Error::invalid(format!(
-                "query_start has {} entries, expected {} (one more than context_lens)",
-                self.query_start.len(),
+                "query_start has {}, expected {} (one more than context_lens)",
+                crate::count_of(self.query_start.len(), "entry"),
                 num_sequences + 1
             )));
         }
         if let Some(rows) = self.table_rows.filter(|rows| rows.len() != num_sequences) {
             return Err(Error::invalid(format!(
-                "table_rows has {} entries, expected {num_sequences} (as context_lens)",
-                rows.len()
+                "table_rows has {}, expected {num_sequences} (as context_lens)",
+                crate::count_of(rows.len(), "entry")
             )));
         }
         if self.query_start[0] != 0 {
@@ -64,7 +64,7 @@ impl BatchView<'_> {
         let (start, end) = (self.query_start[index], self.query_start[index + 1]);
         if end < start || end as usize > self.num_tokens {
             return Err(Error::invalid(format!(
-                "query_start[{}] is {end}, outside {start}..={}",
+                "query_start[{}] is {end}, must be {start} to {}",
                 index + 1,
                 self.num_tokens
             )));
@@ -72,7 +72,8 @@ impl BatchView<'_> {
         let (tokens, context) = ((end - start) as usize, self.context_lens[index]);
         if context < 0 || (context > 0 && tokens > context as usize) {
             return Err(Error::invalid(format!(
-                "context_lens[{index}] is {context}, but the sequence has {tokens} query tokens"
+                "context_lens[{index}] is {context}, but the sequence has {}",
+                crate::count_of(tokens, "query token")
             )));
         }
         let row = self.table_rows.map_or(index as i64, |rows| i64::from(rows[index]));
@@ -107,14 +108,18 @@ impl BatchView<'_> {
         let last = high.div_ceil(block_size);
         if last > columns {
             return Err(Error::invalid(format!(
-                "table row {row} has {columns} entries, {high} tokens need {last} blocks of {block_size}"
+                "table row {row} has {}, {} need {} of {block_size}",
+                crate::count_of(columns, "entry"),
+                crate::count_of(high, "token"),
+                crate::count_of(last, "block")
             )));
         }
         for column in low / block_size..last {
             let id = tables.get(row, column).unwrap_or(-1);
             if id < 0 || id as usize >= num_blocks {
                 return Err(Error::invalid(format!(
-                    "block_tables[{row}, {column}] is {id}, outside 0..{num_blocks} inside the used range"
+                    "block_tables[{row}, {column}] is {id} inside the used range, must be {}",
+                    super::blocks::ids_of(num_blocks)
                 )));
             }
             blocks.push(id as u32);

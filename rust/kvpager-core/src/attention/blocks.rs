@@ -3,11 +3,19 @@
 use super::{Tensor, ThreadPool};
 use crate::{Error, Result};
 
+/// The ids that blocks of an array have, in words.
+pub(super) fn ids_of(num_blocks: usize) -> String {
+    match num_blocks {
+        0 => "of a block, and there is none".to_owned(),
+        _ => format!("0 to {}", num_blocks - 1),
+    }
+}
+
 /// Checks that ids are blocks of an array.
 fn check_ids(name: &str, ids: &[i32], num_blocks: usize) -> Result<()> {
     for (index, &id) in ids.iter().enumerate() {
         if usize::try_from(id).map_or(true, |id| id >= num_blocks) {
-            return Err(Error::invalid(format!("{name}[{index}] is {id}, outside 0..{num_blocks}")));
+            return Err(Error::invalid(format!("{name}[{index}] is {id}, must be {}", ids_of(num_blocks))));
         }
     }
     Ok(())

@@ -106,9 +106,9 @@ fn shared_lengths(checked: &Checked<'_>, sequences: &[Sequence]) -> Result<Vec<u
         || starts[starts.len() - 1] as usize != shared.sequences.len()
     {
         return Err(Error::invalid(format!(
-            "group_start {starts:?} does not cut {} members into {} groups",
-            shared.sequences.len(),
-            shared.prefix_lens.len()
+            "group_start {starts:?} does not cut {} into {}",
+            crate::count_of(shared.sequences.len(), "member"),
+            crate::count_of(shared.prefix_lens.len(), "group")
         )));
     }
     for (group, &length) in shared.prefix_lens.iter().enumerate() {
@@ -120,8 +120,9 @@ fn shared_lengths(checked: &Checked<'_>, sequences: &[Sequence]) -> Result<Vec<u
             let room = sequence.context.saturating_sub(sequence.end - sequence.start);
             if length <= 0 || !(length as usize).is_multiple_of(block_size) || length as usize > room {
                 return Err(Error::invalid(format!(
-                    "prefix_lens[{group}] is {length}, but sequence {member} has {room} tokens before its first \
-                     query, in blocks of {block_size}"
+                    "prefix_lens[{group}] is {length}, but sequence {member} has {} before its first \
+                     query, in blocks of {block_size}",
+                    crate::count_of(room, "token")
                 )));
             }
             if std::mem::replace(&mut lengths[sequence.index], length as usize) != 0 {

@@ -9,8 +9,10 @@ use super::faults;
 use super::permits::{PermitCounter, Permits};
 use crate::error::{Error, Result};
 use crate::ids::AccountId;
+use crate::memory::{Asked, bytes_of};
 use crate::sync::{AtomicI64, AtomicU32, AtomicU64, Mutex, Ordering, lock};
 use crossbeam_utils::CachePadded;
+use std::fmt::Display;
 
 /// What an account may have committed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,13 +89,18 @@ pub(super) struct Accounts {
 }
 
 impl Accounts {
-    pub(super) fn new(capacity: u32, max_accounts: u32) -> Self {
-        Self {
-            accounts: (0..max_accounts).map(|_| CachePadded::new(Account::new())).collect(),
+    /// Bytes of so many accounts.
+    pub(super) const fn num_bytes(max_accounts: u32) -> usize {
+        bytes_of::<CachePadded<Account>>(max_accounts as usize)
+    }
+
+    pub(super) fn new(capacity: u32, max_accounts: u32, memory: &Asked<impl Display>) -> Result<Self> {
+        Ok(Self {
+            accounts: memory.array(max_accounts as usize, |_| CachePadded::new(Account::new()))?,
             num_accounts: AtomicU32::new(0),
             permits: PermitCounter::new(capacity),
             changing: Mutex::new(()),
-        }
+        })
     }
 
     pub(super) fn len(&self) -> u32 {
@@ -122,9 +129,10 @@ impl Accounts {
         let capacity = self.permits.capacity();
         if quota.limit == 0 || quota.guaranteed > quota.limit || quota.limit > capacity {
             return Err(Error::invalid(format!(
-                "quota of {} guaranteed and at most {} blocks: the limit must be 1 to {capacity} and no less than \
+                "quota of {} guaranteed and at most {}: the limit must be 1 to {capacity} and no less than \
                  the guarantee",
-                quota.guaranteed, quota.limit
+                quota.guaranteed,
+                crate::count(quota.limit, "block")
             )));
         }
         Ok(())
@@ -135,7 +143,7 @@ impl Accounts {
         let _guard = lock(&self.changing);
         let id = self.len();
         if id as usize == self.accounts.len() {
-            return Err(Error::invalid(format!("the pool has all of its {id} accounts")));
+            return Err(Error::invalid(format!("the pool has all of its {}", crate::count(id, "account"))));
         }
         let account = &self.accounts[id as usize];
         self.guarantee::<FAULT>(account, quota.guaranteed)?;
@@ -173,8 +181,9 @@ impl Accounts {
             let cost = Permits { free: 0, shared: after.saturating_sub(before) };
             self.permits.take(cost, 0).map_err(|_| {
                 Error::invalid(format!(
-                    "a guarantee of {guaranteed} blocks cannot be given: it takes {} more, and {} are neither \
+                    "a guarantee of {} cannot be given: it takes {} more, and {} are neither \
                      guaranteed nor lent out",
+                    crate::count(guaranteed, "block"),
                     cost.shared,
                     self.permits.load().shared
                 ))
@@ -280,8 +289,8 @@ impl Accounts {
             let old = Use::unpack(word);
             let Some(used) = old.used.checked_sub(count) else {
                 return Err(Error::invalid(format!(
-                    "account {id} gives {count} of {} blocks back",
-                    old.used
+                    "account {id} gives {count} of {} back",
+                    crate::count(old.used, "block")
                 )));
             };
             let new = Use { used, ..old };

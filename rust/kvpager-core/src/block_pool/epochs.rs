@@ -11,8 +11,10 @@
 
 use crate::error::{Error, Result};
 use crate::ids::AccountId;
+use crate::memory::{Asked, bytes_of};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crossbeam_utils::CachePadded;
+use std::fmt::Display;
 
 /// The end of a list.
 pub(super) const NIL: u32 = u32::MAX;
@@ -79,19 +81,33 @@ pub(super) struct Epochs {
 }
 
 impl Epochs {
-    pub(super) fn new(num_blocks: u32, max_accounts: u32, max_open_steps: u32) -> Self {
-        let slot = || Slot {
-            state: AtomicU64::new(1),
-            head: AtomicU32::new(NIL),
-            noted: AtomicU64::new(0),
-            unheld: (0..max_accounts).map(|_| AtomicU64::new(0)).collect(),
-        };
+    /// Bytes of slots for so many steps, and of the links.
+    pub(super) const fn num_bytes(num_blocks: usize, max_accounts: u32, max_open_steps: u32) -> usize {
+        let slot = size_of::<Slot>() + bytes_of::<AtomicU64>(max_accounts as usize);
+        slot * max_open_steps as usize + bytes_of::<AtomicU32>(num_blocks)
+    }
+
+    pub(super) fn new(
+        num_blocks: usize,
+        max_accounts: u32,
+        max_open_steps: u32,
+        memory: &Asked<impl Display>,
+    ) -> Result<Self> {
         let window = Window { opened: AtomicU64::new(0), closed_through: AtomicU64::new(0) };
-        Self {
-            window: CachePadded::new(window),
-            slots: (0..max_open_steps).map(|_| slot()).collect(),
-            links: (0..num_blocks).map(|_| AtomicU32::new(NIL)).collect(),
+        let mut slots = memory.room(max_open_steps as usize)?;
+        for _ in 0..max_open_steps {
+            slots.push(Slot {
+                state: AtomicU64::new(1),
+                head: AtomicU32::new(NIL),
+                noted: AtomicU64::new(0),
+                unheld: memory.array(max_accounts as usize, |_| AtomicU64::new(0))?,
+            });
         }
+        Ok(Self {
+            window: CachePadded::new(window),
+            slots: slots.into_boxed_slice(),
+            links: memory.array(num_blocks, |_| AtomicU32::new(NIL))?,
+        })
     }
 
     /// Steps that may be open at once.
@@ -110,7 +126,8 @@ impl Epochs {
             // Acquire pairs with the exchange in `advance`: a slot is used again after its epoch has closed.
             if opened - self.window.closed_through.load(Ordering::Acquire).min(opened) >= room {
                 return Err(Error::WrongState(format!(
-                    "{room} steps are open, which is the most there may be: close the oldest, {}, first",
+                    "{} open, which is the most there may be: close the oldest, {}, first",
+                    crate::count(room, "step"),
                     opened + 1 - room
                 )));
             }

@@ -24,7 +24,10 @@
 
 use super::faults;
 use super::hint::Hints;
+use crate::Result;
+use crate::memory::{Asked, bytes_of};
 use crate::sync::{AtomicU64, Ordering};
+use std::fmt::Display;
 
 /// Bits of a plane.
 const PLANE: u32 = 24;
@@ -83,17 +86,25 @@ pub(super) const fn place(id: u32) -> (usize, u64) {
 }
 
 impl Groups {
+    /// Bytes of so many blocks.
+    pub(super) const fn num_bytes(num_blocks: usize) -> usize {
+        let num_groups = num_blocks.div_ceil(WIDTH);
+        bytes_of::<AtomicU64>(num_groups + num_groups.div_ceil(SPAN))
+    }
+
     /// All of `num_blocks` free.
-    pub(super) fn new(num_blocks: usize) -> Self {
+    pub(super) fn new(num_blocks: usize, memory: &Asked<impl Display>) -> Result<Self> {
         let num_groups = num_blocks.div_ceil(WIDTH);
         let full = |left: usize, width: usize| {
             if left >= width { u64::MAX >> (64 - width) } else { (1 << left) - 1 }
         };
-        let words = (0..num_groups).map(|g| AtomicU64::new(full(num_blocks - g * WIDTH, WIDTH))).collect();
-        let summary = (0..num_groups.div_ceil(SPAN))
-            .map(|s| AtomicU64::new(full(num_groups - s * SPAN, SPAN)))
-            .collect();
-        Self { words, summary, hints: Hints::new() }
+        let word = |g| AtomicU64::new(full(num_blocks - g * WIDTH, WIDTH));
+        let of_groups = |s| AtomicU64::new(full(num_groups - s * SPAN, SPAN));
+        Ok(Self {
+            words: memory.array(num_groups, word)?,
+            summary: memory.array(num_groups.div_ceil(SPAN), of_groups)?,
+            hints: Hints::new(),
+        })
     }
 
     /// A group now. Acquire pairs with the Release of every exchange below: what was done with a block before it
@@ -264,7 +275,7 @@ impl Groups {
     }
 
     /// Checks the summary. Exact when nothing moves.
-    pub(super) fn check_summary(&self) -> Result<(), String> {
+    pub(super) fn check_summary(&self) -> std::result::Result<(), String> {
         for group in 0..self.words.len() {
             let bit = self.summary[group / SPAN].load(Ordering::Acquire) >> (group % SPAN) & 1;
             if self.load(group).free() != 0 && bit == 0 {
@@ -302,6 +313,11 @@ fn lowest(bits: u64, count: usize) -> u64 {
 mod tests {
     use super::*;
 
+    fn new(num_blocks: usize) -> Groups {
+        let memory = Asked::new("groups", Groups::num_bytes(num_blocks)).expect("they are few");
+        Groups::new(num_blocks, &memory).expect("they are few")
+    }
+
     fn claim(groups: &Groups, count: usize) -> Vec<u32> {
         let mut ids = Vec::new();
         groups.claim::<{ faults::NONE }>(count, |group, mask| {
@@ -320,7 +336,7 @@ mod tests {
     #[test]
     fn every_id_is_handed_out_once() {
         for num_blocks in [1, 23, 24, 25, 24 * 64, 24 * 64 + 1, 9_000] {
-            let groups = Groups::new(num_blocks);
+            let groups = new(num_blocks);
             let mut ids = claim(&groups, num_blocks);
             ids.sort_unstable();
             assert!(ids.iter().enumerate().all(|(i, id)| *id as usize == i));
@@ -332,8 +348,8 @@ mod tests {
     #[test]
     fn a_new_pool_hands_out_its_blocks_in_order_whatever_was_done_with_others() {
         for _ in 0..3 {
-            let groups = Groups::new(1_000);
-            let other = Groups::new(5_000);
+            let groups = new(1_000);
+            let other = new(5_000);
             let mut ids = Vec::new();
             for count in [1, 1, 30, 24, 500, 444] {
                 ids.extend(claim(&groups, count));
@@ -355,7 +371,7 @@ mod tests {
 
     #[test]
     fn one_free_block_is_found_wherever_it_is() {
-        let groups = Groups::new(10_000);
+        let groups = new(10_000);
         claim(&groups, 10_000);
         for id in [9_999, 0, 4_096, 24, 23, 5_000] {
             free(&groups, id);
@@ -365,14 +381,14 @@ mod tests {
 
     #[test]
     fn a_batch_on_an_empty_pool_is_one_run() {
-        let groups = Groups::new(4_096);
+        let groups = new(4_096);
         let ids = claim(&groups, 256);
         assert!(ids.windows(2).filter(|pair| pair[1] != pair[0] + 1).count() <= 1);
     }
 
     #[test]
     fn a_version_change_defeats_an_exchange_on_an_equal_picture() {
-        let groups = Groups::new(24);
+        let groups = new(24);
         claim(&groups, 1);
         let seen = groups.load(0);
         free(&groups, 0);

@@ -38,6 +38,8 @@ mod indexed;
 mod lanes;
 mod magazine;
 mod permits;
+#[cfg(not(loom))]
+mod planner;
 mod quarantine;
 mod references;
 mod reservation;
@@ -48,18 +50,29 @@ mod taking;
 pub use accounts::Quota;
 pub use epochs::StepEpoch;
 pub use magazine::Magazine;
+#[cfg(not(loom))]
+pub(crate) use planner::Planner;
 pub use reservation::Reservation;
+pub use state::MAX_ACCOUNTS;
 pub use stats::{AccountStats, PoolStats};
 
 use self::accounts::Accounts;
 use self::epochs::Epochs;
 use self::groups::Groups;
 use self::lanes::Lanes;
-use self::state::{MAX_ACCOUNTS, State};
-use crate::error::{Error, Result};
+use self::state::State;
+use crate::error::{Error, Result, count};
 use crate::ids::AccountId;
+use crate::memory::{Asked, bytes_of};
+#[cfg(not(loom))]
+use crate::sync::AtomicBool;
 use crate::sync::AtomicU64;
 use std::sync::Arc;
+
+/// Most blocks of a pool: ids are i32.
+pub const MAX_BLOCKS: u32 = i32::MAX as u32;
+/// Most steps of a pool that may be open at once.
+pub const MAX_OPEN_STEPS: u32 = 1 << 16;
 
 /// What a pool is made with.
 #[derive(Clone, Copy, Debug)]
@@ -81,18 +94,17 @@ impl Default for PoolConfig {
 impl PoolConfig {
     fn check(self) -> Result<()> {
         let Self { num_blocks, max_accounts, max_open_steps } = self;
-        if num_blocks == 0 || num_blocks > i32::MAX as u32 {
-            return Err(Error::invalid(format!("num_blocks is {num_blocks}, must be 1 to {}", i32::MAX)));
+        let limits = [
+            ("num_blocks", num_blocks, MAX_BLOCKS),
+            ("max_accounts", max_accounts, MAX_ACCOUNTS),
+            ("max_open_steps", max_open_steps, MAX_OPEN_STEPS),
+        ];
+        match limits.iter().find(|(_, value, most)| !(1..=*most).contains(value)) {
+            Some((name, value, most)) => {
+                Err(Error::invalid(format!("{name} is {value}, must be 1 to {most}")))
+            }
+            None => Ok(()),
         }
-        if max_accounts == 0 || max_accounts > MAX_ACCOUNTS || max_open_steps == 0 || max_open_steps > 1 << 16
-        {
-            return Err(Error::invalid(format!(
-                "max_accounts is {max_accounts}, must be 1 to {MAX_ACCOUNTS}; max_open_steps is {max_open_steps}, \
-                 must be 1 to {}",
-                1 << 16
-            )));
-        }
-        Ok(())
     }
 }
 
@@ -123,13 +135,16 @@ pub struct BlockPool<const FAULT: u8 = { faults::NONE }> {
     accounts: Accounts,
     epochs: Epochs,
     lanes: Lanes,
+    /// Whether a scheduler plans steps on it.
+    #[cfg(not(loom))]
+    is_planned: AtomicBool,
 }
 
 impl BlockPool {
     /// A pool in which every block is free. Nothing is allocated after this.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a number out of range.
+    /// [`Error::InvalidArgument`] for a number out of range, [`Error::OutOfMemory`] for more than there is room for.
     pub fn new(config: PoolConfig) -> Result<Arc<Self>> {
         Self::with_fault(config)
     }
@@ -143,12 +158,26 @@ impl<const FAULT: u8> BlockPool<FAULT> {
     pub fn with_fault(config: PoolConfig) -> Result<Arc<Self>> {
         config.check()?;
         let PoolConfig { num_blocks, max_accounts, max_open_steps } = config;
+        let what = format_args!(
+            "a pool of {}, {} and {}",
+            count(num_blocks, "block"),
+            count(max_accounts, "account"),
+            count(max_open_steps, "open step")
+        );
+        let num_blocks = num_blocks as usize;
+        let num_bytes = bytes_of::<AtomicU64>(num_blocks)
+            .saturating_add(Groups::num_bytes(num_blocks))
+            .saturating_add(Accounts::num_bytes(max_accounts))
+            .saturating_add(Epochs::num_bytes(num_blocks, max_accounts, max_open_steps));
+        let memory = Asked::new(what, num_bytes)?;
         Ok(Arc::new(Self {
-            states: (0..num_blocks).map(|_| AtomicU64::new(State::free(0).pack())).collect(),
-            groups: Groups::new(num_blocks as usize),
-            accounts: Accounts::new(num_blocks, max_accounts),
-            epochs: Epochs::new(num_blocks, max_accounts, max_open_steps),
+            states: memory.array(num_blocks, |_| AtomicU64::new(State::free(0).pack()))?,
+            groups: Groups::new(num_blocks, &memory)?,
+            accounts: Accounts::new(config.num_blocks, max_accounts, &memory)?,
+            epochs: Epochs::new(num_blocks, max_accounts, max_open_steps, &memory)?,
             lanes: Lanes::new(),
+            #[cfg(not(loom))]
+            is_planned: AtomicBool::new(false),
         }))
     }
 

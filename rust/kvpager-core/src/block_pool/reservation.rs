@@ -84,7 +84,11 @@ impl<const FAULT: u8> Reservation<FAULT> {
     fn drawn(&self, count: usize) -> Result<u32> {
         match u32::try_from(count) {
             Ok(count) if count <= self.num_blocks => Ok(count),
-            _ => Err(Error::invalid(format!("{count} blocks asked of a reservation of {}", self.num_blocks))),
+            _ => Err(Error::invalid(format!(
+                "{} asked of a reservation of {}",
+                crate::count_of(count, "block"),
+                self.num_blocks
+            ))),
         }
     }
 
@@ -205,7 +209,8 @@ impl<const FAULT: u8> Reservation<FAULT> {
     pub fn shrink(&mut self, num_blocks: u32) -> Result<()> {
         if num_blocks > self.num_blocks {
             return Err(Error::invalid(format!(
-                "{num_blocks} blocks given back of a reservation of {}",
+                "{} given back of a reservation of {}",
+                crate::count(num_blocks, "block"),
                 self.num_blocks
             )));
         }

@@ -21,7 +21,7 @@ const KIND_BITS: u32 = 3;
 /// Most references to one block.
 pub(super) const MAX_REFERENCES: u32 = (1 << REFERENCE_BITS) - 1;
 /// Most accounts of a pool.
-pub(super) const MAX_ACCOUNTS: u32 = 1 << ACCOUNT_BITS;
+pub const MAX_ACCOUNTS: u32 = 1 << ACCOUNT_BITS;
 
 /// What a block is, as its word says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,8 +7,10 @@
 //! The last row is never handed out: all its entries stay -1, for the padding rows of a batch.
 
 use crate::ids::BlockId;
+use crate::memory::{Asked, bytes_of};
 use crate::sync::{AtomicI32, Ordering};
 use crate::{Error, Result};
+use std::fmt::Display;
 use std::sync::Arc;
 
 /// What an entry holds past the end of its row.
@@ -62,25 +64,47 @@ impl BlockTables {
     /// Tables for `num_rows` sequences at once, of `max_blocks` blocks each, plus the padding row.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if a dimension is 0 or the arena does not fit 31-bit indices.
+    /// [`Error::InvalidArgument`] if a dimension is 0 or the arena does not fit 31-bit indices, [`Error::OutOfMemory`]
+    /// if there is no room for it.
     pub fn new(num_rows: usize, max_blocks: usize) -> Result<Self> {
+        let what = format_args!(
+            "block tables of {} x {}",
+            crate::count_of(num_rows, "row"),
+            crate::count_of(max_blocks, "block")
+        );
+        Self::in_memory(num_rows, max_blocks, &Asked::new(what, Self::num_bytes(num_rows, max_blocks))?)
+    }
+
+    /// Bytes of tables for so many rows.
+    pub(crate) const fn num_bytes(num_rows: usize, max_blocks: usize) -> usize {
+        bytes_of::<AtomicI32>(num_rows.saturating_add(1).saturating_mul(max_blocks))
+            .saturating_add(bytes_of::<(u32, u32)>(num_rows))
+    }
+
+    /// [`BlockTables::new`] with memory that was asked for together with other things.
+    pub(crate) fn in_memory(
+        num_rows: usize,
+        max_blocks: usize,
+        memory: &Asked<impl Display>,
+    ) -> Result<Self> {
         let entries = num_rows.saturating_add(1).saturating_mul(max_blocks);
         if num_rows == 0 || max_blocks == 0 || entries > i32::MAX as usize {
             return Err(Error::invalid(format!(
-                "block tables of {num_rows} rows x {max_blocks} blocks: both must be at least 1 and the arena \
-                 at most {} entries",
+                "block tables of {} x {}: both must be at least 1 and the arena at most {} entries",
+                crate::count_of(num_rows, "row"),
+                crate::count_of(max_blocks, "block"),
                 i32::MAX
             )));
         }
         let arena = TableArena {
-            entries: (0..entries).map(|_| AtomicI32::new(NO_BLOCK)).collect(),
+            entries: memory.array(entries, |_| AtomicI32::new(NO_BLOCK))?,
             num_rows: num_rows + 1,
             max_blocks,
         };
         Ok(Self {
             arena: Arc::new(arena),
-            free_rows: (0..num_rows as u32).rev().collect(),
-            lengths: vec![0; num_rows],
+            free_rows: memory.array(num_rows, |i| (num_rows - 1 - i) as u32)?.into_vec(),
+            lengths: memory.array(num_rows, |_| 0)?.into_vec(),
             changes: Vec::new(),
         })
     }

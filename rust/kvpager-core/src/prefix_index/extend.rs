@@ -87,10 +87,9 @@ impl PrefixIndex {
         self.check_own(pin)?;
         let expected = blocks.len() * self.config.block_size as usize;
         if tokens.len() != expected {
-            let (num_blocks, num_tokens) = (blocks.len(), tokens.len());
-            return Err(Error::invalid(format!(
-                "{num_blocks} blocks need {expected} tokens, got {num_tokens}"
-            )));
+            let (blocks, wanted) =
+                (crate::count_of(blocks.len(), "block"), crate::count_of(expected, "token"));
+            return Err(Error::invalid(format!("for {blocks} {wanted} are needed, got {}", tokens.len())));
         }
         Ok(())
     }

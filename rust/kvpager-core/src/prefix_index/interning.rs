@@ -159,8 +159,8 @@ impl Namespaces {
     ) -> Result<NamespaceId> {
         if interned.num_slots == 1 << SLOT_BITS {
             return Err(Error::invalid(format!(
-                "the index has all of its {} namespaces",
-                interned.num_slots
+                "the index has all of its {}",
+                crate::count(interned.num_slots, "namespace")
             )));
         }
         let id = NamespaceId(interned.num_slots);
@@ -287,7 +287,8 @@ impl PrefixIndex {
         }
         Err(Error::Refused {
             reason: format!(
-                "account {account} has {limit} namespaces of salts, the limit, and those used longest ago are in use"
+                "account {account} has {} of salts, the limit, and those used longest ago are in use",
+                crate::count_of(limit, "namespace")
             ),
             retryable: true,
             retry_after_steps: None,

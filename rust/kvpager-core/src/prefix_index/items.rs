@@ -117,12 +117,14 @@ pub fn check_items(items: &[Item], num_tokens: usize) -> Result<()> {
         let (offset, length) = (item.offset, item.digest.len());
         if offset as usize >= num_tokens {
             return Err(Error::invalid(format!(
-                "items[{i}] is at offset {offset}, the prompt has {num_tokens} tokens"
+                "items[{i}] is at offset {offset}, the prompt has {}",
+                crate::count_of(num_tokens, "token")
             )));
         }
         if length == 0 || length > MAX_DIGEST_BYTES {
             return Err(Error::invalid(format!(
-                "items[{i}] has a digest of {length} bytes, must have 1 to {MAX_DIGEST_BYTES}"
+                "items[{i}] has a digest of {}, must have 1 to {MAX_DIGEST_BYTES}",
+                crate::count_of(length, "byte")
             )));
         }
         if i > 0 && items[i - 1].offset >= offset {

@@ -141,7 +141,7 @@ impl IndexConfig {
     fn check(&self) -> Result<()> {
         match self.block_size {
             1..=MAX_BLOCK_SIZE => Ok(()),
-            other => Err(Error::invalid(format!("block_size must be 1 to {MAX_BLOCK_SIZE}, is {other}"))),
+            other => Err(Error::invalid(format!("block_size is {other}, must be 1 to {MAX_BLOCK_SIZE}"))),
         }
     }
 }

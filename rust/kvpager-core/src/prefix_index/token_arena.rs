@@ -3,8 +3,9 @@
 //! A row never moves: splitting a node or letting its tail go costs nothing here, and a match reads rows
 //! without following a pointer. This is the only file of the index with `unsafe` code.
 
-use crate::error::{Error, Result};
+use crate::error::{Result, count};
 use crate::ids::BlockId;
+use crate::memory::Asked;
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
 
@@ -34,19 +35,13 @@ impl TokenArena {
     /// Refuses rows that take more than the machine's memory: the system may promise more than it has, and end the
     /// process when the pages are written.
     pub(super) fn check_memory(num_blocks: u32, block_size: usize) -> Result<()> {
-        let num_bytes = num_bytes(num_blocks, block_size);
-        match physical_memory().filter(|&memory| num_bytes as u64 > memory) {
-            Some(memory) => Err(too_many(num_blocks, block_size, &format!("the machine's {memory}"))),
-            None => Ok(()),
-        }
+        asked(num_blocks, block_size).map(drop)
     }
 
     /// An arena of zeroed rows. Every page is written here, so that none is faulted in by an insertion.
     pub(super) fn new(num_blocks: u32, block_size: usize) -> Result<Self> {
-        Self::check_memory(num_blocks, block_size)?;
         let num_lines = num_bytes(num_blocks, block_size).div_ceil(size_of::<Line>());
-        let mut lines: Vec<Line> = Vec::new();
-        lines.try_reserve_exact(num_lines).map_err(|_| too_many(num_blocks, block_size, "there is"))?;
+        let mut lines: Vec<Line> = asked(num_blocks, block_size)?.room(num_lines)?;
         ask_for_huge_pages(lines.spare_capacity_mut());
         // A zero that the compiler knew would make lazily zeroed pages of it.
         let zero = std::hint::black_box(0);
@@ -126,19 +121,9 @@ fn num_bytes(num_blocks: u32, block_size: usize) -> usize {
     (num_blocks as usize).saturating_mul(block_size).saturating_mul(size_of::<u32>())
 }
 
-fn too_many(num_blocks: u32, block_size: usize, there_is: &str) -> Error {
-    Error::invalid(format!(
-        "the token ids of {num_blocks} blocks of {block_size} take {} bytes, more than {there_is}",
-        num_bytes(num_blocks, block_size)
-    ))
-}
-
-/// Bytes of the machine's memory, where the system says so.
-fn physical_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-    let kibibytes: u64 = total.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kibibytes.checked_mul(1024)
+fn asked(num_blocks: u32, block_size: usize) -> Result<Asked<String>> {
+    let what = format!("an array of the token ids of {} of {block_size}", count(num_blocks, "block"));
+    Asked::new(what, num_bytes(num_blocks, block_size))
 }
 
 /// Whether two blocks hold the same tokens. The commonest size is compared without branches or a call: the

@@ -196,10 +196,10 @@ impl Core {
     fn check_commit(&self, open: &OpenStep, token_start: &[i32], tokens: &[i32]) -> Result<()> {
         if token_start.len() != open.num_rows + 1 {
             return Err(Error::invalid(format!(
-                "token_start has {} entries; step {} has {} sequences and needs {}",
-                token_start.len(),
+                "token_start has {}; step {} has {} and needs {}",
+                crate::count_of(token_start.len(), "entry"),
                 open.id,
-                open.num_rows,
+                crate::count_of(open.num_rows, "sequence"),
                 open.num_rows + 1
             )));
         }
@@ -244,7 +244,7 @@ impl Core {
             0.. => Ok(()),
             _ => {
                 let i = tokens.iter().position(|&token| token < 0).unwrap_or_default();
-                Err(Error::invalid(format!("tokens[{i}] is {}, must be at least 0", tokens[i])))
+                Err(Error::invalid(format!("tokens[{i}] is {}, must be 0 to {}", tokens[i], i32::MAX)))
             }
         }
     }
@@ -294,8 +294,13 @@ fn wrong_count(open: &OpenStep, row: usize, given: i64) -> Error {
     let most = planned.map_or(0, |planned| planned.num_samples);
     let least = planned.map_or(0, |planned| planned.num_samples - planned.num_drafts);
     let whose = planned.map_or("padding".to_owned(), |planned| format!("sequence {}", planned.id));
-    let wanted = if least == most { most.to_string() } else { format!("{least} to {most}") };
-    Error::invalid(format!("{given} tokens for row {row} ({whose}) of step {}: {wanted} are needed", open.id))
+    let wanted = match (least, most) {
+        (1, 1) => "1 is".to_owned(),
+        _ if least == most => format!("{most} are"),
+        _ => format!("{least} to {most} are"),
+    };
+    let given = crate::count(given, "token");
+    Error::invalid(format!("{given} for row {row} ({whose}) of step {}: {wanted} needed", open.id))
 }
 
 /// Whether other sequences refer to a full block of this one that is not indexed: the index takes only blocks that

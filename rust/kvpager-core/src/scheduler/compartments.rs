@@ -91,10 +91,11 @@ impl Bounds {
     /// [`Error::InvalidArgument`] if strict tenants have all of one, or if it asks for a share.
     pub(super) fn check_common(self, tenant: &str, share: Share) -> Result<()> {
         if share != Share::default() {
+            let given = [("max_running", share.max_running), ("max_batch_tokens", share.max_batch_tokens)];
+            let given = given.iter().filter_map(|(name, value)| value.map(|value| format!("{name} {value}")));
             return Err(Error::invalid(format!(
-                "tenant {tenant:?}: max_running {:?} and max_batch_tokens {:?} are shares of a strict tenant",
-                share.max_running.unwrap_or(0),
-                share.max_batch_tokens.unwrap_or(0)
+                "tenant {tenant:?} is not strict, and these are shares of a strict tenant: {}",
+                given.collect::<Vec<_>>().join(", ")
             )));
         }
         let QueueLimits { max_requests, max_tokens } = self.queue;

@@ -7,6 +7,9 @@ use super::policy::AdmissionPolicy;
 use crate::geometry::Span;
 use crate::{Error, Result};
 
+/// Most tokens of a sequence, and of a step: positions and counts are i32, and sums of two of them fit too.
+pub const MAX_TOKENS: u32 = i32::MAX as u32 / 2;
+
 /// When a block is zeroed before its first write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ZeroBlocks {
@@ -105,6 +108,13 @@ impl SchedulerConfig {
         num_tokens.div_ceil(self.block_size)
     }
 
+    /// Blocks in the longest row of a table, over a pool of so many: a model that keeps all tokens in one of its groups
+    /// runs no sequence of more blocks than there are.
+    pub(super) fn columns(&self, num_blocks: u32) -> u32 {
+        let longest = self.blocks_for(self.max_model_tokens);
+        if self.layer_groups.contains(&Span::Full) { longest.min(num_blocks) } else { longest }
+    }
+
     /// Checks every limit; all problems come in one message.
     ///
     /// # Errors
@@ -127,12 +137,10 @@ impl SchedulerConfig {
                 self.max_batch_tokens, self.max_running
             ));
         }
-        if self.max_model_tokens > i32::MAX as u32 / 2 || self.max_batch_tokens > i32::MAX as u32 / 2 {
+        if self.max_model_tokens > MAX_TOKENS || self.max_batch_tokens > MAX_TOKENS {
             problems.push(format!(
-                "max_model_tokens is {} and max_batch_tokens {}, above {}",
-                self.max_model_tokens,
-                self.max_batch_tokens,
-                i32::MAX / 2
+                "max_model_tokens is {} and max_batch_tokens {}, both must be 1 to {MAX_TOKENS}",
+                self.max_model_tokens, self.max_batch_tokens
             ));
         }
         problems.extend(layer_groups::problem(&self.layer_groups));

@@ -22,8 +22,9 @@ use super::swap::Swaps;
 use crate::block_pool::{BlockPool, Reclaim, Reservation};
 use crate::block_tables::{BlockTables, TableArena};
 use crate::ids::{AccountId, BlockHandle, SequenceId, StepId};
+use crate::memory::{Asked, bytes_of};
 use crate::prefix_index::PrefixIndex;
-use crate::{Error, Result};
+use crate::{Error, Result, count_of};
 use hashbrown::HashMap;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -106,19 +107,34 @@ impl Core {
         index: Option<Arc<PrefixIndex>>,
         config: SchedulerConfig,
     ) -> Result<Self> {
-        let max_blocks = config.blocks_for(config.max_model_tokens) as usize;
-        let new_tables = || BlockTables::new(config.max_running as usize, max_blocks);
+        let num_blocks = pool.num_blocks() as usize;
+        let (num_rows, max_blocks) =
+            (config.max_running as usize, config.columns(pool.num_blocks()) as usize);
+        let num_groups = config.layer_groups.len();
+        let what = format_args!(
+            "a scheduler of {} in {} over {}",
+            count_of(num_rows, "sequence"),
+            count_of(max_blocks, "column"),
+            count_of(num_blocks, "block")
+        );
+        let num_bytes = BlockTables::num_bytes(num_rows, max_blocks)
+            .saturating_mul(num_groups)
+            .saturating_add(bytes_of::<u32>(num_blocks))
+            .saturating_add(bytes_of::<(Sequence, PlannedRow, SequenceId, u64)>(num_rows))
+            .saturating_add(bytes_of::<BlockHandle>(max_blocks * num_groups));
+        let memory = Asked::new(what, num_bytes)?;
+        let new_tables = || BlockTables::in_memory(num_rows, max_blocks, &memory);
         Ok(Self {
             tables: new_tables()?,
             group_tables: (1..config.layer_groups.len()).map(|_| new_tables()).collect::<Result<_>>()?,
-            last_owner: vec![NO_OWNER; pool.num_blocks() as usize],
+            last_owner: memory.array(num_blocks, |_| NO_OWNER)?.into_vec(),
             index,
             memory: BatchMemory::default(),
             queue: Queue::new(
                 config.ageing_steps,
                 f64::from(pool.num_blocks()) * f64::from(config.block_size),
             ),
-            running: Vec::with_capacity(config.max_running as usize),
+            running: memory.room(num_rows)?,
             parked: Vec::new(),
             host: HostTier::new(config.host_tier, &pool)?,
             swaps: Swaps::default(),
@@ -142,10 +158,10 @@ impl Core {
             last_step: StepId(0),
             now: f64::NEG_INFINITY,
             ended: Vec::new(),
-            spare_rows: Vec::with_capacity(config.max_running as usize),
-            edges: Vec::with_capacity(config.max_running as usize),
-            alone: Vec::with_capacity(config.max_running as usize),
-            scratch: Vec::with_capacity(max_blocks * config.layer_groups.len()),
+            spare_rows: memory.room(num_rows)?,
+            edges: memory.room(num_rows)?,
+            alone: memory.room(num_rows)?,
+            scratch: memory.room(max_blocks * num_groups)?,
             zeros: Vec::new(),
             places: Vec::new(),
             phases: Phases::default(),

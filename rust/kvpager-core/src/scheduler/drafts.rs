@@ -78,12 +78,12 @@ fn check_proposal(sequences: &[SequenceId], draft_start: &[i32], tokens: &[i32])
     if draft_start.len() != sequences.len() + 1 || ends != (Some(0), i32::try_from(tokens.len()).ok()) {
         let end = |end: Option<i32>| end.map_or("nothing".to_owned(), |end| end.to_string());
         return Err(Error::invalid(format!(
-            "draft_start has {} entries and runs from {} to {}; {} sequences and {} tokens need {}, from 0 to {}",
-            draft_start.len(),
+            "draft_start has {} and runs from {} to {}; {} and {} need {}, from 0 to {}",
+            crate::count_of(draft_start.len(), "entry"),
             end(ends.0),
             end(ends.1),
-            sequences.len(),
-            tokens.len(),
+            crate::count_of(sequences.len(), "sequence"),
+            crate::count_of(tokens.len(), "token"),
             sequences.len() + 1,
             tokens.len()
         )));
@@ -92,7 +92,8 @@ fn check_proposal(sequences: &[SequenceId], draft_start: &[i32], tokens: &[i32])
         let count = i64::from(pair[1]) - i64::from(pair[0]);
         if !(0..=MAX_DRAFTS as i64).contains(&count) {
             return Err(Error::invalid(format!(
-                "{count} drafts for sequence {}, must be 0 to {MAX_DRAFTS}",
+                "{} for sequence {}, must be 0 to {MAX_DRAFTS}",
+                crate::count(count, "draft"),
                 sequences[i]
             )));
         }
@@ -103,7 +104,9 @@ fn check_proposal(sequences: &[SequenceId], draft_start: &[i32], tokens: &[i32])
         return Err(Error::invalid(format!("sequence {} is named twice", pair[0])));
     }
     match tokens.iter().position(|&token| token < 0) {
-        Some(i) => Err(Error::invalid(format!("draft tokens[{i}] is {}, must be at least 0", tokens[i]))),
+        Some(i) => {
+            Err(Error::invalid(format!("draft tokens[{i}] is {}, must be 0 to {}", tokens[i], i32::MAX)))
+        }
         None => Ok(()),
     }
 }

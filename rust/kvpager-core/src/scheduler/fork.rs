@@ -143,8 +143,11 @@ impl Core {
             return Ok(());
         }
         Err(Error::refused(format!(
-            "with {count} more branches, the set of sequence {} may need {need} blocks; tenant {:?} may have {reachable}",
-            sequence.id, tenant.name
+            "with {}, the set of sequence {} may need {}; tenant {:?} may have {reachable}",
+            crate::count(count, "more branch"),
+            sequence.id,
+            crate::count(need, "block"),
+            tenant.name
         )))
     }
 
@@ -169,7 +172,8 @@ impl Core {
         if left < count as usize || self.tables.num_free_rows() < count as usize {
             return Err(Error::Refused {
                 reason: format!(
-                    "{count} more sequences: {} of {} places are taken",
+                    "{}: {} of {} places are taken",
+                    crate::count(count, "more sequence"),
                     most as usize - left.min(most as usize),
                     most
                 ),

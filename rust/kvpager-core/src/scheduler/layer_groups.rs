@@ -18,13 +18,16 @@ const MAX_HOMES_PER_BLOCK: u32 = 16;
 /// What is wrong with a model's groups, in words.
 pub(super) fn problem(groups: &[Span]) -> Option<String> {
     if groups.is_empty() || groups.len() > MAX_GROUPS {
-        return Some(format!("layer_groups has {} groups, must have 1 to {MAX_GROUPS}", groups.len()));
+        return Some(format!(
+            "layer_groups has {}, must have 1 to {MAX_GROUPS}",
+            crate::count_of(groups.len(), "group")
+        ));
     }
     let is_wrong = |span: &Span| span.window().is_some_and(|window| !(1..=i32::MAX as u64).contains(&window));
     groups.iter().position(is_wrong).map(|i| {
         format!(
-            "layer_groups[{i}] sees {} tokens, must be 1 to {}",
-            groups[i].window().unwrap_or(0),
+            "layer_groups[{i}] sees {}, must see 1 to {}",
+            crate::count(groups[i].window().unwrap_or(0), "token"),
             i32::MAX
         )
     })

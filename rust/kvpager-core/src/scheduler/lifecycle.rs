@@ -222,7 +222,8 @@ impl Core {
         let num_running = self.running.len() + self.parked.len() + self.halted.len();
         if num_running > 0 && !requeue_running {
             return Err(Error::WrongState(format!(
-                "{num_running} requests have blocks: wait for them, or ask to requeue them"
+                "{} with blocks: wait for the end, or ask to requeue what runs",
+                crate::count_of(num_running, "request")
             )));
         }
         self.drain_inbox(inbox)?;

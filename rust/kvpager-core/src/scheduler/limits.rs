@@ -26,12 +26,12 @@ impl QueueLimits {
 
     /// What is wrong with the limits, in words.
     pub(super) fn problem(self) -> Option<String> {
-        (self.max_requests == 0 || self.max_tokens == 0).then(|| {
-            format!(
-                "max_waiting is {} and max_waiting_tokens {}: both must be at least 1",
-                self.max_requests, self.max_tokens
-            )
-        })
+        let zero = |name: &str| Some(format!("{name} is 0, must be at least 1"));
+        match self {
+            Self { max_requests: 0, .. } => zero("max_waiting"),
+            Self { max_tokens: 0, .. } => zero("max_waiting_tokens"),
+            _ => None,
+        }
     }
 }
 
@@ -86,17 +86,19 @@ impl Places {
     fn take(&self, tokens: u32, step: u64) -> std::result::Result<(), String> {
         let limits = self.limits();
         let one_more = |requests: u32| (requests < limits.max_requests).then_some(requests + 1);
-        let before = self
-            .requests
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more)
-            .map_err(|requests| format!("{requests} requests wait, the limit is {}", limits.max_requests))?;
+        let before = self.requests.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).map_err(
+            |requests| {
+                format!("{} waiting, the limit is {}", crate::count(requests, "request"), limits.max_requests)
+            },
+        )?;
         let more = |waiting: u64| {
             waiting.checked_add(u64::from(tokens)).filter(|&waiting| waiting <= limits.max_tokens)
         };
         if let Err(waiting) = self.tokens.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
             self.requests.fetch_sub(1, Ordering::Relaxed);
             return Err(format!(
-                "{waiting} prompt tokens wait, {tokens} more pass the limit of {}",
+                "{} waiting, {tokens} more would pass the limit of {}",
+                crate::count(waiting, "prompt token"),
                 limits.max_tokens
             ));
         }
@@ -151,7 +153,8 @@ pub(super) fn take_places(request: &Request, all: &Places, step: u64) -> Result<
     let longest = own.limits().max_tokens.min(all_tokens);
     if u64::from(tokens) > longest {
         return Err(Error::refused(format!(
-            "the prompt has {tokens} tokens; at most {longest} may wait at once"
+            "the prompt has {}; at most {longest} may wait at once",
+            crate::count(tokens, "token")
         )));
     }
     own.take(tokens, step)

@@ -56,7 +56,7 @@ mod urgent;
 pub use batch::{Batch, BatchArrays, GroupArrays, NO_SLOT, PADDING_SEQUENCE};
 pub use commit::CommitOutcome;
 pub use compartments::Share;
-pub use config::{SchedulerConfig, ZeroBlocks};
+pub use config::{MAX_TOKENS, SchedulerConfig, ZeroBlocks};
 pub use drafts::{DraftCounts, MAX_DRAFTS};
 pub use host_tier::{HostTierConfig, Overflow};
 pub use lifecycle::CacheReset;
@@ -78,12 +78,12 @@ use self::request::WaitingRequest;
 use self::retention::check_retention;
 use self::scopes::{Scopes, check_publication, check_salt, check_strict};
 use self::sessions::check_session;
-use crate::block_pool::{BlockPool, Quota};
+use crate::block_pool::{BlockPool, Planner, Quota};
 use crate::block_tables::TableArena;
 use crate::ids::{SequenceId, StepId};
 use crate::prefix_index::{Fingerprint, Isolation, PrefixIndex, check_items};
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
-use crate::{Error, Result};
+use crate::{Error, Result, count};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -172,6 +172,7 @@ pub struct Scheduler {
     id: u64,
     config: SchedulerConfig,
     pool: Arc<BlockPool>,
+    _planner: Planner,
     index: Option<Arc<PrefixIndex>>,
     /// Of each layer group.
     arenas: Box<[Arc<TableArena>]>,
@@ -204,7 +205,8 @@ impl Scheduler {
     /// A scheduler over a pool, with an index for prefix reuse or without one.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] with every limit that is out of range.
+    /// [`Error::InvalidArgument`] with every limit that is out of range, [`Error::OutOfMemory`] for tables that there is
+    /// no room for, [`Error::WrongState`] while the pool has another scheduler.
     pub fn new(
         pool: Arc<BlockPool>,
         index: Option<Arc<PrefixIndex>>,
@@ -222,8 +224,8 @@ impl Scheduler {
             && !Arc::ptr_eq(index.pool(), &pool)
         {
             return Err(Error::invalid(format!(
-                "the index keeps blocks of another pool (of {} blocks) than the scheduler's (of {})",
-                index.pool().num_blocks(),
+                "the index keeps blocks of another pool (of {}) than the scheduler's (of {})",
+                count(index.pool().num_blocks(), "block"),
                 pool.num_blocks()
             )));
         }
@@ -236,12 +238,13 @@ impl Scheduler {
                 index.config().block_size
             )));
         }
+        let planner = Planner::of(&pool)?;
+        let core = Core::new(Arc::clone(&pool), index.clone(), config.clone())?;
         if let Some(index) = &index
             && config.is_grouped()
         {
             index.attach_groups(config.rest_groups(), config.homes_per_block())?;
         }
-        let core = Core::new(Arc::clone(&pool), index.clone(), config.clone())?;
         Ok(Self {
             id: NEXT_SCHEDULER.fetch_add(1, Ordering::Relaxed),
             arenas: core.arenas().map(Arc::clone).collect(),
@@ -250,6 +253,7 @@ impl Scheduler {
             common_running: AtomicU32::new(config.max_running),
             config,
             pool,
+            _planner: planner,
             index,
             tenants: Mutex::new(Vec::new()),
             core: Mutex::new(core),
@@ -421,15 +425,21 @@ impl Scheduler {
         check_retention(request, self.index.is_some())?;
         check_items(&request.items, request.prompt.len())?;
         if let Some(i) = request.prompt.iter().position(|&token| token > i32::MAX as u32) {
-            return Err(Error::invalid(format!("prompt[{i}] is {}, above {}", request.prompt[i], i32::MAX)));
+            return Err(Error::invalid(format!(
+                "prompt_ids[{i}] is {}, must be 0 to {}",
+                request.prompt[i],
+                i32::MAX
+            )));
         }
         request.deadline.check()?;
         let refused = |reason: String| Err(Error::refused(reason));
         let total = prompt + u64::from(request.max_tokens);
         if total > u64::from(self.config.max_model_tokens) {
             return refused(format!(
-                "{prompt} prompt tokens and up to {} output tokens exceed the model's {} positions",
-                request.max_tokens, self.config.max_model_tokens
+                "{} and up to {} exceed the model's {}",
+                count(prompt, "prompt token"),
+                count(request.max_tokens, "output token"),
+                count(self.config.max_model_tokens, "position")
             ));
         }
         let need = self.config.lifetime_blocks(prompt as u32, request.max_tokens);
@@ -444,8 +454,12 @@ impl Scheduler {
         }
         if need > reachable {
             return refused(format!(
-                "{prompt} prompt tokens and up to {} output tokens need {need} blocks of {} tokens; tenant {:?} may have {reachable}",
-                request.max_tokens, self.config.block_size, request.tenant.name
+                "{} and up to {} need {} of {}; tenant {:?} may have {reachable}",
+                count(prompt, "prompt token"),
+                count(request.max_tokens, "output token"),
+                count(need, "block"),
+                count(self.config.block_size, "token"),
+                request.tenant.name
             ));
         }
         Ok(())
@@ -471,7 +485,10 @@ impl Scheduler {
         }
         let most = (self.config.max_batch_tokens as usize).max(self.config.max_running as usize);
         if pad_to > most {
-            return Err(Error::invalid(format!("pad_to is {pad_to}, a batch has at most {most} rows")));
+            return Err(Error::invalid(format!(
+                "pad_to is {pad_to}, a batch has at most {}",
+                crate::count_of(most, "row")
+            )));
         }
         let mut core = self.enter()?;
         core.now = core.now.max(now);

@@ -3,6 +3,7 @@
 //! Off, a phase costs one test of a pointer. On, it costs one reading of the processor's counter. Built with
 //! `--cfg unrecorded`, it costs nothing, which is what `benches/python/scheduler_profile.py` compares with.
 
+use crate::memory::{Asked, bytes_of};
 use crate::ticks::TickClock;
 use crate::{Error, Result};
 use hdrhistogram::Histogram;
@@ -78,10 +79,8 @@ impl PhaseTimes {
         let empty = Histogram::new_with_bounds(1, LONGEST_NS, 3).map_err(|error| {
             Error::invalid(format!("a histogram up to {LONGEST_NS} ns cannot be made: {error}"))
         })?;
-        let mut spans = Vec::new();
-        spans.try_reserve_exact(max_spans).map_err(|_| {
-            Error::invalid(format!("max_spans is {max_spans}, more than there is memory for"))
-        })?;
+        let what = format_args!("a recording of max_spans {max_spans}");
+        let spans = Asked::new(what, bytes_of::<PhaseSpan>(max_spans))?.room(max_spans)?;
         Ok(Self { phases: std::array::from_fn(|_| empty.clone()), steps: empty, spans, dropped_spans: 0 })
     }
 }

@@ -43,7 +43,11 @@ pub(super) fn check_samples(
     }
     config.check_forks()?;
     if n > max_running {
-        return Err(Error::refused(format!("{n} samples, and {max_running} sequences may run at once")));
+        return Err(Error::refused(format!(
+            "{}, and {} may run at once",
+            crate::count(n, "sample"),
+            crate::count(max_running, "sequence")
+        )));
     }
     let prompt_tokens = request.prompt.len() as u32;
     let life = u64::from(config.lifetime_blocks(prompt_tokens, request.max_tokens));
@@ -52,9 +56,12 @@ pub(super) fn check_samples(
     let need = life + u64::from(n - 1) * (life - full) + u64::from(n > 1 && is_partial);
     if need > u64::from(reachable) {
         return Err(Error::refused(format!(
-            "{n} samples of {prompt_tokens} prompt tokens and up to {} output tokens need {need} blocks; tenant {:?} \
-             may have {reachable}",
-            request.max_tokens, request.tenant.name
+            "{} of {} and up to {} need {}; tenant {:?} may have {reachable}",
+            crate::count(n, "sample"),
+            crate::count(prompt_tokens, "prompt token"),
+            crate::count(request.max_tokens, "output token"),
+            crate::count(need, "block"),
+            request.tenant.name
         )));
     }
     Ok(())
@@ -72,14 +79,14 @@ impl Scheduler {
     pub fn reorder(&self, sequences: &[SequenceId], parents: &[SequenceId], tokens: &[i32]) -> Result<()> {
         if sequences.len() != parents.len() || sequences.len() != tokens.len() {
             return Err(Error::invalid(format!(
-                "{} sequences, {} parents and {} tokens: there must be as many of each",
-                sequences.len(),
-                parents.len(),
-                tokens.len()
+                "{}, {} and {}: there must be as many of each",
+                crate::count_of(sequences.len(), "sequence"),
+                crate::count_of(parents.len(), "parent"),
+                crate::count_of(tokens.len(), "token")
             )));
         }
         if let Some(i) = tokens.iter().position(|&token| token < 0) {
-            return Err(Error::invalid(format!("tokens[{i}] is {}, must be at least 0", tokens[i])));
+            return Err(Error::invalid(format!("tokens[{i}] is {}, must be 0 to {}", tokens[i], i32::MAX)));
         }
         self.config.check_forks()?;
         self.enter()?.reorder(sequences, parents, tokens)
@@ -278,8 +285,10 @@ impl Core {
         let mut all = beams.iter().chain(&from).map(|&position| &self.running[position]);
         if let Some(other) = all.find(|other| other.num_computed != length) {
             return Err(Error::invalid(format!(
-                "sequence {id} has computed {length} tokens, sequence {} has computed {}: beams are of one length",
-                other.id, other.num_computed
+                "sequence {id} has computed {}, sequence {} has computed {}: beams are of one length",
+                crate::count(length, "token"),
+                other.id,
+                other.num_computed
             )));
         }
         Ok((beams, from))

@@ -135,8 +135,8 @@ pub(super) fn check_salt(request: &Request) -> Result<()> {
     let Some(salt) = &request.salt else { return Ok(()) };
     if salt.is_empty() || salt.len() > MAX_SALT_BYTES {
         return Err(Error::invalid(format!(
-            "the salt has {} bytes, must have 1 to {MAX_SALT_BYTES}",
-            salt.len()
+            "the salt has {}, must have 1 to {MAX_SALT_BYTES}",
+            crate::count_of(salt.len(), "byte")
         )));
     }
     match request.tenant.scope() {
@@ -155,9 +155,9 @@ pub(super) fn check_publication(config: &SchedulerConfig, request: &Request) -> 
         return Ok(());
     }
     Err(Error::invalid(format!(
-        "max_tokens is {}, must be 1: with {} layer groups {:?} publishes a prompt and no output",
+        "max_tokens is {}, must be 1: with {} {:?} publishes a prompt and no output",
         request.max_tokens,
-        config.layer_groups.len(),
+        crate::count_of(config.layer_groups.len(), "layer group"),
         request.tenant.name
     )))
 }

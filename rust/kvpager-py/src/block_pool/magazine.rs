@@ -4,6 +4,7 @@ use super::closable::Closable;
 use super::pool::PyBlockPool;
 use crate::args::int;
 use crate::error::IntoPyResult;
+use crate::kinds::instance;
 use kvpager_core::block_pool::Magazine;
 use kvpager_core::{AccountId, BlockHandle};
 use pyo3::prelude::*;
@@ -17,7 +18,10 @@ pub(crate) struct PyMagazine {
 #[pymethods]
 impl PyMagazine {
     #[new]
-    fn new(pool: &PyBlockPool, #[pyo3(from_py_with = int)] account: u32) -> PyResult<Self> {
+    fn new(
+        #[pyo3(from_py_with = instance)] pool: &PyBlockPool,
+        #[pyo3(from_py_with = int)] account: u32,
+    ) -> PyResult<Self> {
         let inner = Magazine::new(pool.here()?, AccountId(account)).py()?;
         Ok(Self { inner: Closable::new(inner, pool.home, "magazine") })
     }

@@ -4,13 +4,18 @@ use super::handles::{Target, with_handles};
 use super::reservation::PyReservation;
 use super::stats::{PyAccountStats, PyPoolStats};
 use super::wait::{deadline, wait};
-use crate::args::{int, optional_int};
+use crate::args::{int, int_of, optional_int, optional_int_of};
 use crate::error::{IntoPyResult, invalid};
 use crate::fork::Home;
-use kvpager_core::block_pool::{BlockPool, PoolConfig, Quota, StepEpoch};
+use crate::kinds::optional_number;
+use kvpager_core::block_pool::{self as core, BlockPool, PoolConfig, Quota, StepEpoch};
 use kvpager_core::{AccountId, BlockHandle, BlockId};
 use pyo3::prelude::*;
 use std::sync::Arc;
+
+const MAX_BLOCKS: u64 = core::MAX_BLOCKS as u64;
+const MAX_ACCOUNTS: u64 = core::MAX_ACCOUNTS as u64;
+const MAX_OPEN_STEPS: u64 = core::MAX_OPEN_STEPS as u64;
 
 /// The blocks of a device.
 #[pyclass(name = "BlockPool", module = "kvpager._core", frozen)]
@@ -20,7 +25,8 @@ pub(crate) struct PyBlockPool {
 }
 
 impl PyBlockPool {
-    pub(super) fn here(&self) -> PyResult<&Arc<BlockPool>> {
+    /// The pool, unless this is a child of its process.
+    pub(crate) fn here(&self) -> PyResult<&Arc<BlockPool>> {
         self.home.check()?;
         Ok(&self.inner)
     }
@@ -31,9 +37,9 @@ impl PyBlockPool {
     #[new]
     #[pyo3(signature = (num_blocks, *, max_accounts=None, max_open_steps=None))]
     fn new(
-        #[pyo3(from_py_with = int)] num_blocks: u32,
-        #[pyo3(from_py_with = optional_int)] max_accounts: Option<u32>,
-        #[pyo3(from_py_with = optional_int)] max_open_steps: Option<u32>,
+        #[pyo3(from_py_with = int_of::<1, MAX_BLOCKS, _>)] num_blocks: u32,
+        #[pyo3(from_py_with = optional_int_of::<1, MAX_ACCOUNTS, _>)] max_accounts: Option<u32>,
+        #[pyo3(from_py_with = optional_int_of::<1, MAX_OPEN_STEPS, _>)] max_open_steps: Option<u32>,
     ) -> PyResult<Self> {
         let defaults = PoolConfig::default();
         let config = PoolConfig {
@@ -114,8 +120,9 @@ impl PyBlockPool {
         let target = Target::read(num_blocks, out)?;
         if target.len() > pool.num_blocks() as usize {
             // More than any limit: asked for without room for the answer, so that it is refused with the numbers.
-            let count = u32::try_from(target.len()).unwrap_or(u32::MAX);
-            drop(pool.reserve(account, count).py()?);
+            let asked = target.len() as u64;
+            let count = u32::try_from(asked).unwrap_or(u32::MAX);
+            drop(pool.reserve(account, count).map_err(|error| error.asked_for(asked)).py()?);
         }
         target.fill(py, |blocks| pool.allocate(account, blocks).py())
     }
@@ -161,17 +168,14 @@ impl PyBlockPool {
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = int)] num_blocks: u64,
-        timeout: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = optional_number)] timeout: Option<f64>,
         #[pyo3(from_py_with = optional_int)] account: Option<u32>,
     ) -> PyResult<bool> {
         let (pool, count) = (self.here()?, num_blocks);
         if count > u64::from(pool.num_blocks()) {
-            return Err(invalid(format!("{count} blocks cannot come: the pool has {}", pool.num_blocks())));
+            return Err(invalid(format!("num_blocks is {count}, must be 0 to {}", pool.num_blocks())));
         }
-        let timeout = timeout.map(|timeout| {
-            timeout.extract::<f64>().map_err(|_| invalid("timeout must be a number of seconds or None"))
-        });
-        wait(py, pool, account.map(AccountId), count, deadline(timeout.transpose()?)?)
+        wait(py, pool, account.map(AccountId), count, deadline(timeout)?)
     }
 
     fn stats(&self) -> PyResult<PyPoolStats> {

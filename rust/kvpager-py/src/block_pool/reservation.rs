@@ -6,8 +6,8 @@ use crate::args::{int, optional_int};
 use crate::error::{IntoPyResult, invalid};
 use crate::fork::Home;
 use kvpager_core::BlockHandle;
-use kvpager_core::BlockId;
 use kvpager_core::block_pool::Reservation;
+use kvpager_core::{BlockId, count_of};
 use pyo3::prelude::*;
 
 /// Blocks promised to an account and not yet taken.
@@ -50,8 +50,8 @@ impl PyReservation {
         self.inner.open(|inner| {
             if target.len() > inner.num_blocks() as usize {
                 return Err(invalid(format!(
-                    "{} blocks asked of a reservation of {}",
-                    target.len(),
+                    "{} asked of a reservation of {}",
+                    count_of(target.len(), "block"),
                     inner.num_blocks()
                 )));
             }

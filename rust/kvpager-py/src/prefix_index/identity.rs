@@ -2,6 +2,9 @@
 
 use crate::args::optional_int;
 use crate::error::invalid;
+use crate::kinds::{
+    optional_bytes, optional_number, optional_owned_text, optional_sequence, owned_text, shown,
+};
 use kvpager_core::prefix_index::{Adapter, Fingerprint, ShareScope};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -21,23 +24,21 @@ impl PyFingerprint {
         kv_dtype=None, kv_scales=None, numerics=None, block_size=None))]
     #[expect(clippy::too_many_arguments, reason = "one keyword a field of the identity")]
     fn new(
-        model: Option<String>,
-        model_revision: Option<String>,
-        tokenizer_revision: Option<String>,
-        chat_template: Option<String>,
-        adapters: Option<Vec<(String, Option<f64>)>>,
-        rope_type: Option<String>,
-        rope_theta: Option<f64>,
-        rope_scaling: Option<String>,
-        attention_mask: Option<String>,
+        #[pyo3(from_py_with = optional_owned_text)] model: Option<String>,
+        #[pyo3(from_py_with = optional_owned_text)] model_revision: Option<String>,
+        #[pyo3(from_py_with = optional_owned_text)] tokenizer_revision: Option<String>,
+        #[pyo3(from_py_with = optional_owned_text)] chat_template: Option<String>,
+        #[pyo3(from_py_with = adapters)] adapters: Option<Vec<Adapter>>,
+        #[pyo3(from_py_with = optional_owned_text)] rope_type: Option<String>,
+        #[pyo3(from_py_with = optional_number)] rope_theta: Option<f64>,
+        #[pyo3(from_py_with = optional_owned_text)] rope_scaling: Option<String>,
+        #[pyo3(from_py_with = optional_owned_text)] attention_mask: Option<String>,
         #[pyo3(from_py_with = optional_int)] window: Option<u64>,
-        kv_dtype: Option<String>,
-        kv_scales: Option<String>,
-        numerics: Option<String>,
+        #[pyo3(from_py_with = optional_owned_text)] kv_dtype: Option<String>,
+        #[pyo3(from_py_with = optional_owned_text)] kv_scales: Option<String>,
+        #[pyo3(from_py_with = optional_owned_text)] numerics: Option<String>,
         #[pyo3(from_py_with = optional_int)] block_size: Option<u64>,
     ) -> Self {
-        let adapter = |(digest, scale)| Adapter { digest, scale };
-        let adapters = adapters.map(|list| list.into_iter().map(adapter).collect());
         Self {
             inner: Fingerprint {
                 model,
@@ -84,7 +85,10 @@ impl PyShareScope {
     /// One tenant. A salt from the client narrows it further.
     #[staticmethod]
     #[pyo3(signature = (tenant, *, salt=None))]
-    fn private(tenant: String, salt: Option<Vec<u8>>) -> Self {
+    fn private(
+        #[pyo3(from_py_with = owned_text)] tenant: String,
+        #[pyo3(from_py_with = optional_bytes)] salt: Option<Vec<u8>>,
+    ) -> Self {
         let inner = match salt {
             None => ShareScope::Private(tenant),
             Some(salt) => ShareScope::Salted { tenant, salt },
@@ -94,19 +98,31 @@ impl PyShareScope {
 
     /// The members of a group.
     #[staticmethod]
-    fn group(name: String) -> Self {
+    fn group(#[pyo3(from_py_with = owned_text)] name: String) -> Self {
         Self { inner: ShareScope::Group(name) }
     }
 
     /// Everybody, by explicit publish.
     #[staticmethod]
-    fn public(name: String) -> Self {
+    fn public(#[pyo3(from_py_with = owned_text)] name: String) -> Self {
         Self { inner: ShareScope::Public(name) }
     }
 
     fn __repr__(&self) -> String {
         format!("{:?}", self.inner)
     }
+}
+
+/// Adapters as Python has them: (digest, scale).
+fn adapters(object: &Bound<'_, PyAny>) -> PyResult<Option<Vec<Adapter>>> {
+    let adapter = |item: Bound<'_, PyAny>| match item.extract::<(String, Option<f64>)>() {
+        Ok((digest, scale)) => Ok(Adapter { digest, scale }),
+        Err(_) => Err(invalid(format!(
+            "must be pairs of a digest (str) and a scale (a number or None), has {}",
+            shown(&item)
+        ))),
+    };
+    optional_sequence(object)?.map(|items| items.into_iter().map(adapter).collect()).transpose()
 }
 
 fn hash_of(bytes: &[u8]) -> u64 {

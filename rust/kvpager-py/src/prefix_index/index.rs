@@ -6,19 +6,24 @@ use super::pinned::{Held, PyMatch};
 use super::place::{Pinned, Place, PlaceRef, PyScopeChain};
 use super::stats::{PyNamespaceStats, PySaltStats};
 use super::tokens::Tokens;
-use crate::args::{int, optional_int};
+use crate::args::{int, int_of, optional_int};
 use crate::arrays::read_ints;
 use crate::block_pool::PyBlockPool;
 use crate::error::{IntoPyResult, invalid};
 use crate::fork::Home;
+use crate::kinds::{flag, instance, optional_bytes, optional_instance, sequence, text};
 use kvpager_core::block_pool::Quota;
 use kvpager_core::prefix_index::{
-    EventConfig, Extended, Fingerprint, IndexConfig, PartialBlock, PrefixIndex, check_items,
+    self as core, EventConfig, Extended, Fingerprint, IndexConfig, Item, PartialBlock, PrefixIndex,
+    check_items,
 };
 use kvpager_core::{AccountId, BlockHandle};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use std::sync::{Arc, OnceLock};
+
+const MAX_BLOCK_SIZE: u64 = core::MAX_BLOCK_SIZE as u64;
+const MAX_EVENTS: u64 = u64::MAX;
 
 /// Work of more tokens than this is done with the interpreter released.
 const MAX_TOKENS_ATTACHED: usize = 4096;
@@ -35,7 +40,7 @@ pub(crate) struct PyPrefixIndex {
 
 impl PyPrefixIndex {
     /// The index, refused in a child of the process that made it: another thread may have had its locks.
-    fn index(&self) -> PyResult<&Arc<PrefixIndex>> {
+    pub(crate) fn index(&self) -> PyResult<&Arc<PrefixIndex>> {
         self.home.check()?;
         Ok(&self.inner)
     }
@@ -116,19 +121,19 @@ impl PyPrefixIndex {
     #[pyo3(signature = (pool, *, block_size=16, eviction="lru", event_key=None, event_capacity=65_536,
         event_tokens=false))]
     fn new(
-        pool: &PyBlockPool,
-        #[pyo3(from_py_with = int)] block_size: u32,
-        eviction: &str,
-        event_key: Option<&[u8]>,
-        #[pyo3(from_py_with = int)] event_capacity: usize,
-        event_tokens: bool,
+        #[pyo3(from_py_with = instance)] pool: &PyBlockPool,
+        #[pyo3(from_py_with = int_of::<1, MAX_BLOCK_SIZE, _>)] block_size: u32,
+        #[pyo3(from_py_with = text)] eviction: &str,
+        #[pyo3(from_py_with = optional_bytes)] event_key: Option<Vec<u8>>,
+        #[pyo3(from_py_with = int_of::<1, MAX_EVENTS, _>)] event_capacity: usize,
+        #[pyo3(from_py_with = flag)] event_tokens: bool,
     ) -> PyResult<Self> {
         let config = IndexConfig { block_size, eviction: eviction.parse::<_>().py()? };
-        let pool = Arc::clone(&pool.inner);
+        let pool = Arc::clone(pool.here()?);
         let inner = match event_key {
             None => PrefixIndex::new(pool, config).py()?,
             Some(key) => {
-                let key = key.try_into().map_err(|_| {
+                let key = key.try_into().map_err(|key: Vec<u8>| {
                     invalid(format!("event_key must have 32 random bytes, has {}", key.len()))
                 })?;
                 let events = EventConfig { key, capacity: event_capacity, with_tokens: event_tokens };
@@ -154,8 +159,8 @@ impl PyPrefixIndex {
     #[pyo3(signature = (scope, fingerprint=None, *, account=None))]
     fn namespace(
         &self,
-        scope: &PyShareScope,
-        fingerprint: Option<&PyFingerprint>,
+        #[pyo3(from_py_with = instance)] scope: &PyShareScope,
+        #[pyo3(from_py_with = optional_instance)] fingerprint: Option<&PyFingerprint>,
         #[pyo3(from_py_with = optional_int)] account: Option<u32>,
     ) -> PyResult<u32> {
         let index = self.index()?;
@@ -166,7 +171,11 @@ impl PyPrefixIndex {
     }
 
     /// Sets what an account's tenant may observe of others: "open", "scoped" (the default) or "strict".
-    fn set_isolation(&self, #[pyo3(from_py_with = int)] account: u32, isolation: &str) -> PyResult<()> {
+    fn set_isolation(
+        &self,
+        #[pyo3(from_py_with = int)] account: u32,
+        #[pyo3(from_py_with = text)] isolation: &str,
+    ) -> PyResult<()> {
         self.index()?.set_isolation(AccountId(account), isolation.parse().py()?).py()
     }
 
@@ -176,8 +185,11 @@ impl PyPrefixIndex {
     }
 
     /// A chain of namespaces to look up in order: public, group, private.
-    fn chain(&self, namespaces: Vec<i64>) -> PyResult<PyScopeChain> {
-        let ids = namespaces.into_iter().map(namespace_id).collect::<PyResult<Vec<_>>>()?;
+    fn chain(&self, namespaces: &Bound<'_, PyAny>) -> PyResult<PyScopeChain> {
+        let ids = read_ints::<i64>(namespaces, "namespaces")?
+            .into_iter()
+            .map(namespace_id)
+            .collect::<PyResult<Vec<_>>>()?;
         Ok(PyScopeChain { inner: self.index()?.chain(&ids).py()? })
     }
 
@@ -188,7 +200,7 @@ impl PyPrefixIndex {
         py: Python<'_>,
         namespace: &Bound<'_, PyAny>,
         tokens: &Bound<'_, PyAny>,
-        whole: bool,
+        #[pyo3(from_py_with = flag)] whole: bool,
     ) -> PyResult<PyMatch> {
         self.home.check()?;
         let place = Place::read(namespace)?;
@@ -207,8 +219,8 @@ impl PyPrefixIndex {
         &self,
         py: Python<'_>,
         namespace: &Bound<'_, PyAny>,
-        prompts: Vec<Bound<'_, PyAny>>,
-        whole: bool,
+        #[pyo3(from_py_with = sequence)] prompts: Vec<Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = flag)] whole: bool,
     ) -> PyResult<Vec<PyMatch>> {
         self.home.check()?;
         let place = Place::read(namespace)?;
@@ -227,7 +239,7 @@ impl PyPrefixIndex {
     /// The block that follows a match and begins most like `tokens`, with how many of them it has.
     fn match_partial(
         &self,
-        pinned: &PyMatch,
+        #[pyo3(from_py_with = instance)] pinned: &PyMatch,
         tokens: &Bound<'_, PyAny>,
     ) -> PyResult<Option<(PyMatch, usize)>> {
         let index = self.index()?;
@@ -243,10 +255,9 @@ impl PyPrefixIndex {
     fn key_items<'py>(
         &self,
         tokens: &Bound<'py, PyAny>,
-        items: Vec<(u32, Vec<u8>)>,
+        #[pyo3(from_py_with = super::items)] items: Vec<Item>,
     ) -> PyResult<Bound<'py, PyArray1<u32>>> {
         let mut keys: Vec<u32> = read_ints(tokens, "tokens")?;
-        let items = super::items(Some(items));
         check_items(&items, keys.len()).py()?;
         self.index()?.key_items(&items, 0, &mut keys).py()?;
         Ok(PyArray1::from_vec(tokens.py(), keys))
@@ -300,7 +311,7 @@ impl PyPrefixIndex {
     fn extend<'py>(
         &self,
         py: Python<'py>,
-        pinned: &PyMatch,
+        #[pyo3(from_py_with = instance)] pinned: &PyMatch,
         tokens: &Bound<'py, PyAny>,
         blocks: &Bound<'py, PyAny>,
     ) -> PyResult<Inserted<'py>> {
@@ -313,7 +324,7 @@ impl PyPrefixIndex {
     fn publish<'py>(
         &self,
         py: Python<'py>,
-        pinned: &PyMatch,
+        #[pyo3(from_py_with = instance)] pinned: &PyMatch,
         tokens: &Bound<'py, PyAny>,
         blocks: &Bound<'py, PyAny>,
     ) -> PyResult<Inserted<'py>> {
@@ -323,7 +334,11 @@ impl PyPrefixIndex {
     }
 
     /// Removes every prefix of a scope; returns the namespaces it has and the blocks evicted at once.
-    fn purge(&self, py: Python<'_>, scope: &PyShareScope) -> PyResult<(usize, usize)> {
+    fn purge(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = instance)] scope: &PyShareScope,
+    ) -> PyResult<(usize, usize)> {
         let index = self.index()?;
         let done = py.detach(|| index.purge(&scope.inner));
         Ok((done.num_namespaces, done.num_evicted))
@@ -391,9 +406,7 @@ impl PyPrefixIndex {
     }
 
     /// Evicts up to `num_blocks` cached blocks; returns how many.
-    fn evict(&self, py: Python<'_>, #[pyo3(from_py_with = int)] num_blocks: i64) -> PyResult<u32> {
-        let num_blocks = u32::try_from(num_blocks)
-            .map_err(|_| invalid(format!("num_blocks must be from 0 to {}, is {num_blocks}", u32::MAX)))?;
+    fn evict(&self, py: Python<'_>, #[pyo3(from_py_with = int)] num_blocks: u32) -> PyResult<u32> {
         let index = self.index()?;
         Ok(py.detach(|| index.evict(num_blocks)))
     }

@@ -93,8 +93,9 @@ impl PyMatch {
 
     /// Whether it was released.
     #[getter]
-    fn is_released(&self) -> bool {
-        self.lock().is_none()
+    fn is_released(&self) -> PyResult<bool> {
+        self.home.check()?;
+        Ok(self.lock().is_none())
     }
 
     /// Releases the pin now. Again is nothing.
@@ -114,6 +115,9 @@ impl PyMatch {
     }
 
     fn __repr__(&self) -> String {
+        if self.home.check().is_err() {
+            return format!("Match(namespace={}, of a parent process)", self.namespace);
+        }
         match &*self.lock() {
             Some(held) => {
                 format!("Match(namespace={}, num_blocks={})", self.namespace, held.pin.num_blocks())

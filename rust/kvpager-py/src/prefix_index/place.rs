@@ -2,6 +2,8 @@
 
 use super::identity::namespace_id;
 use crate::args::named_int;
+use crate::error::invalid;
+use crate::kinds::shown;
 use kvpager_core::prefix_index::{ChainPin, Extended, PartialBlock, Pin, PrefixIndex, ScopeChain};
 use kvpager_core::{BlockHandle, NamespaceId, Result};
 use pyo3::prelude::*;
@@ -41,7 +43,12 @@ impl<'py> Place<'py> {
         }
         match object.cast::<PyScopeChain>() {
             Ok(chain) => Ok(Self::Chain(chain.borrow())),
-            Err(_) => namespace_id(named_int(object, "namespace")?).map(Self::One),
+            Err(_) if object.hasattr("__index__")? => {
+                namespace_id(named_int(object, "namespace")?).map(Self::One)
+            }
+            Err(_) => {
+                Err(invalid(format!("namespace must be a number or a ScopeChain, is {}", shown(object))))
+            }
         }
     }
 

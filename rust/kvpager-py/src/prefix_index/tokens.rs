@@ -1,16 +1,34 @@
 //! Token arrays in: `uint32` NumPy arrays are read in place, anything else of integers is converted.
 
+use crate::args::int;
 use crate::arrays::read_ints;
 use crate::error::invalid;
+use crate::kinds::{bytes, sequence, shown};
 use kvpager_core::prefix_index::Item;
 use numpy::{PyArray1, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use std::fmt::Display;
 
-/// Items of a prompt as Python has them: (offset, digest).
-pub(crate) fn items(pairs: Option<Vec<(u32, Vec<u8>)>>) -> Vec<Item> {
-    let item = |(offset, digest)| Item { offset, digest };
-    pairs.unwrap_or_default().into_iter().map(item).collect()
+/// Items of a prompt as Python has them, (offset, digest).
+pub(crate) fn items(object: &Bound<'_, PyAny>) -> PyResult<Vec<Item>> {
+    sequence(object)?.iter().enumerate().map(|(i, pair)| item(i, pair)).collect()
+}
+
+/// [`items`], or `None`.
+pub(crate) fn optional_items(object: &Bound<'_, PyAny>) -> PyResult<Option<Vec<Item>>> {
+    if object.is_none() { Ok(None) } else { items(object).map(Some) }
+}
+
+fn item(number: usize, pair: &Bound<'_, PyAny>) -> PyResult<Item> {
+    let read = || {
+        let (offset, digest) = pair.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()?;
+        Ok::<_, PyErr>(Item { offset: int(&offset)?, digest: bytes(&digest)? })
+    };
+    let wrong = |_| {
+        let digest = format!("pairs (offset, digest) of an int from 0 to {} and bytes", u32::MAX);
+        invalid(format!("must be {digest}, has {} at {number}", shown(pair)))
+    };
+    read().map_err(wrong)
 }
 
 /// Token ids as a caller passed them.

@@ -33,6 +33,7 @@ use crate::block_pool::{BlockPool, Reservation, StepEpoch};
 use crate::error::{Error, Result};
 use crate::geometry::Span;
 use crate::ids::{AccountId, BlockHandle};
+use crate::memory::{Asked, bytes_of};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const NONE: u32 = u32::MAX;
@@ -185,8 +186,27 @@ impl PrefixIndex {
         if let (None, Some(per_block)) = (self.attached.get(), homes_per_block) {
             self.keep_homes(per_block, groups.len())?;
         }
+        let attached = match self.attached.get() {
+            Some(attached) => attached,
+            None => {
+                let attached = self.new_attached(groups)?;
+                self.attached.get_or_init(|| attached)
+            }
+        };
+        if *attached.groups != *groups || self.has_homes() != homes_per_block.is_some() {
+            return Err(Error::WrongState(format!(
+                "the index keeps {} layer groups besides what finds prefixes, other ones than these {}",
+                attached.groups.len(),
+                groups.len()
+            )));
+        }
+        Ok(())
+    }
+
+    fn new_attached(&self, groups: &[Span]) -> Result<Attached> {
         let num_blocks = self.pool.num_blocks() as usize;
-        let num_homes = self.tree_pool().num_blocks() as usize;
+        let num_places = (self.tree_pool().num_blocks() as usize).saturating_mul(groups.len());
+        let num_names = if self.events().is_some() { num_blocks } else { 0 };
         let none = Entry {
             block: BlockHandle::from_bits(0),
             account: AccountId(0),
@@ -200,26 +220,27 @@ impl PrefixIndex {
             previous: NONE,
             next: NONE,
         };
-        let attached = self.attached.get_or_init(|| Attached {
+        let what = format_args!(
+            "what an index of {} keeps of {}",
+            crate::count_of(num_blocks, "block"),
+            crate::count_of(groups.len(), "further layer group")
+        );
+        let num_bytes = bytes_of::<u32>(num_places)
+            .saturating_add(bytes_of::<Entry>(num_blocks))
+            .saturating_add(bytes_of::<Option<Name>>(num_names));
+        let memory = Asked::new(what, num_bytes)?;
+        Ok(Attached {
             groups: groups.into(),
             block_size: self.config.block_size as usize,
             state: Mutex::new(State {
                 pool: Arc::clone(&self.pool),
-                homes: vec![NONE; num_homes * groups.len()].into(),
-                entries: vec![none; num_blocks].into(),
+                homes: memory.array(num_places, |_| NONE)?,
+                entries: memory.array(num_blocks, |_| none)?,
                 lists: Vec::new(),
                 shares: Vec::new(),
-                names: vec![None; if self.events().is_some() { num_blocks } else { 0 }].into(),
+                names: memory.array(num_names, |_| None)?,
             }),
-        });
-        if *attached.groups != *groups || self.has_homes() != homes_per_block.is_some() {
-            return Err(Error::WrongState(format!(
-                "the index keeps {} layer groups besides what finds prefixes, other ones than these {}",
-                attached.groups.len(),
-                groups.len()
-            )));
-        }
-        Ok(())
+        })
     }
 
     /// Most attached blocks that go with a block of the tree.
