@@ -120,7 +120,7 @@ impl Core {
         let num_bytes = BlockTables::num_bytes(num_rows, max_blocks)
             .saturating_mul(num_groups)
             .saturating_add(bytes_of::<u32>(num_blocks))
-            .saturating_add(bytes_of::<(Sequence, PlannedRow, SequenceId, u64)>(num_rows))
+            .saturating_add(bytes_of::<(Box<Sequence>, PlannedRow, SequenceId, u64)>(num_rows))
             .saturating_add(bytes_of::<BlockHandle>(max_blocks * num_groups));
         let memory = Asked::new(what, num_bytes)?;
         let new_tables = || BlockTables::in_memory(num_rows, max_blocks, &memory);
