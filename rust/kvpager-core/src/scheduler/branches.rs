@@ -50,7 +50,7 @@ impl<'a> Known<'a> {
 }
 
 /// Whole blocks at the head of both that each can share: the last known token of either is always computed.
-fn common_blocks(a: &[u32], b: &[u32], block_size: u32) -> u32 {
+pub(super) fn common_blocks(a: &[u32], b: &[u32], block_size: u32) -> u32 {
     let most = a.len().min(b.len()).saturating_sub(1);
     let equal = a.iter().zip(b).take(most).take_while(|(a, b)| a == b).count();
     equal as u32 / block_size

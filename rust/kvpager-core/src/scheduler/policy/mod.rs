@@ -14,6 +14,8 @@ mod watermark;
 pub use forecast::ForecastConfig;
 pub(super) use learned::LearnedLengths;
 pub use peak::Trajectory;
+#[cfg(test)]
+pub(super) use survival::HORIZONS;
 pub(super) use survival::OutputLengths;
 
 use super::config::SchedulerConfig;

@@ -58,6 +58,30 @@ impl Trajectory {
         self.squares += grown(lengths.squares(age).min(most * most).sqrt()).powi(2);
     }
 
+    /// Adds blocks that sequences of (age, most tokens to come) share: they are there until the last of those has ended.
+    pub(in crate::scheduler) fn add_shared(
+        &mut self,
+        lengths: &OutputLengths,
+        blocks: f32,
+        users: impl Iterator<Item = (u32, u32)> + Clone,
+    ) {
+        for k in 0..NUM_HORIZONS {
+            let has_ended = |(age, most): (u32, u32)| {
+                if HORIZONS[k] < most as f32 { 1.0 - lengths.survival(age)[k] } else { 1.0 }
+            };
+            let all_ended: f32 = users.clone().map(has_ended).product();
+            self.mean[k] += blocks * (1.0 - all_ended);
+            self.variance[k] += blocks * blocks * all_ended * (1.0 - all_ended);
+        }
+        self.held += blocks;
+    }
+
+    /// Blocks at each horizon, in the mean, and now.
+    #[cfg(test)]
+    pub(in crate::scheduler) const fn blocks(&self) -> ([f32; NUM_HORIZONS], f32) {
+        (self.mean, self.held)
+    }
+
     /// Most blocks that the set takes beyond those of now, at so many standard deviations above the mean; at least
     /// 0.
     #[must_use]

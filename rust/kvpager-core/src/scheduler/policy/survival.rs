@@ -29,7 +29,7 @@ const NUM_BINS: usize = 152;
 /// Points in time, in tokens from now, at which memory is forecast.
 pub(super) const NUM_HORIZONS: usize = 16;
 /// Half an octave or so apart, from 16 to 16,384.
-pub(super) const HORIZONS: [f32; NUM_HORIZONS] = [
+pub(in crate::scheduler) const HORIZONS: [f32; NUM_HORIZONS] = [
     16.0, 25.0, 40.0, 64.0, 102.0, 161.0, 256.0, 406.0, 645.0, 1024.0, 1625.0, 2580.0, 4096.0, 6502.0,
     10321.0, 16384.0,
 ];
@@ -223,7 +223,7 @@ impl OutputLengths {
     }
 
     /// Probabilities that an output of this age goes on for each of [`HORIZONS`].
-    pub(super) fn survival(&self, age: u32) -> &[f32; NUM_HORIZONS] {
+    pub(in crate::scheduler) fn survival(&self, age: u32) -> &[f32; NUM_HORIZONS] {
         &self.survival[bin_of(age)]
     }
 }
