@@ -112,17 +112,68 @@ fn a_match_needs_no_more_of_a_window_than_its_end() {
     engine.check_idle();
 }
 
+/// Models whose groups keep everything, a window or a chunk, in any order.
+fn models() -> [Vec<Span>; 4] {
+    [
+        vec![Span::Full, Span::Sliding(8), Span::Chunked(8)],
+        vec![Span::Full, Span::Full],
+        vec![Span::Sliding(8), Span::Sliding(4)],
+        vec![Span::Chunked(8), Span::Full],
+    ]
+}
+
+/// Runs four equal prompts at once in chunks of so many tokens (0: of any); returns how many tokens of each came from the
+/// index.
+fn cached_of_equal_prompts(groups: &[Span], max_prefill_chunk: u32) -> Vec<u32> {
+    let mut engine = Engine::new(128, SchedulerConfig { max_prefill_chunk, ..grouped(4, groups) }, true);
+    let tenant = engine.tenant("a");
+    let ids = [(); 4].map(|()| engine.submit(&tenant, &prompt(1, 22), 9).expect("it fits"));
+    engine.finish(200);
+    assert!(ids.iter().all(|id| engine.outputs[id] == expected_output(&prompt(1, 22), 9, &[])));
+    engine.check_idle();
+    assert!(engine.index.as_ref().is_some_and(|index| index.evict(u32::MAX) > 0));
+    assert_eq!(engine.pool.stats().free, 128, "all that is cached can be evicted");
+    ids.iter().map(|id| engine.finished[id].cached_tokens).collect()
+}
+
 #[test]
 fn equal_prompts_that_overlap_are_computed_once_in_every_group() {
-    let mut engine = Engine::new(96, grouped(4, &[Span::Full, Span::Sliding(8), Span::Chunked(8)]), true);
-    let tenant = engine.tenant("a");
-    let ids: Vec<_> = (0..4).map(|_| engine.submit(&tenant, &prompt(1, 22), 9).unwrap()).collect();
-    engine.finish(200);
-    let cached: Vec<u32> = ids.iter().map(|id| engine.finished[id].cached_tokens).collect();
-    assert_eq!(cached, [0, 20, 20, 20]);
-    engine.check_idle();
-    assert!(engine.index.as_ref().unwrap().evict(u32::MAX) > 0);
-    assert_eq!(engine.pool.stats().free, 96, "all that is cached can be evicted");
+    for groups in models() {
+        for chunk in [0, 4, 5, 8] {
+            assert_eq!(cached_of_equal_prompts(&groups, chunk), [0, 20, 20, 20], "{groups:?}, {chunk}");
+        }
+        // In chunks of less than a block all of them begin before there is anything to share.
+        for chunk in [1, 2, 3] {
+            let plain = cached_of_equal_prompts(&[Span::Full], chunk);
+            assert_eq!(cached_of_equal_prompts(&groups, chunk), plain, "{groups:?}, {chunk}");
+            assert!(plain[3] > 0);
+        }
+    }
+}
+
+#[test]
+fn a_prompt_that_was_paused_goes_on_behind_what_another_has_computed_since() {
+    for groups in models() {
+        let config = SchedulerConfig { max_prefill_chunk: 6, ..grouped(4, &groups) };
+        let mut engine = Engine::new(128, config, true);
+        let tenant = engine.tenant("a");
+        let first = engine.submit(&tenant, &prompt(1, 60), 9).unwrap();
+        engine.turn();
+        engine.turn();
+        assert!(engine.scheduler.pause(first).unwrap());
+        let second = engine.submit(&tenant, &prompt(1, 60), 9).unwrap();
+        (0..12).for_each(|_| {
+            engine.turn();
+        });
+        assert!(engine.scheduler.resume(first).unwrap());
+        engine.finish(200);
+        assert_eq!(engine.finished[&second].cached_tokens, 12, "{groups:?}");
+        assert_eq!(engine.finished[&first].cached_tokens, 56 - 12, "{groups:?}");
+        for id in [first, second] {
+            assert_eq!(engine.outputs[&id], expected_output(&prompt(1, 60), 9, &[]));
+        }
+        engine.check_idle();
+    }
 }
 
 #[test]

@@ -189,17 +189,6 @@ fn whole_windows_go_the_one_used_longest_ago_first() {
 }
 
 #[test]
-fn equal_prompts_that_overlap_are_computed_once() {
-    let mut engine = Engine::new(96, windowed(&[Span::Sliding(8), Span::Sliding(4)]), true);
-    let tenant = engine.tenant("a");
-    let ids: Vec<_> = (0..4).map(|_| engine.submit(&tenant, &prompt(1, 22), 9).unwrap()).collect();
-    engine.finish(200);
-    let cached: Vec<u32> = ids.iter().map(|id| engine.finished[id].cached_tokens).collect();
-    assert_eq!(cached, [0, 20, 20, 20]);
-    engine.check_idle();
-}
-
-#[test]
 fn what_is_kept_of_a_request_is_its_windows() {
     for (groups, kept) in [(vec![Span::Sliding(8)], 2), (vec![Span::Sliding(8), Span::Sliding(4)], 3)] {
         let mut engine = Engine::new(64, windowed(&groups), true);

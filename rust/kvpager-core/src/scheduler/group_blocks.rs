@@ -98,6 +98,12 @@ impl LayerBlocks {
         first + self.rest.iter().map(of).sum::<usize>()
     }
 
+    /// Blocks of further groups that are the index's.
+    pub(super) fn num_used(&self) -> usize {
+        let blocks = self.rest.iter().flat_map(|group| &group.blocks);
+        blocks.filter(|block| block.whose != Whose::Own).count()
+    }
+
     /// The first column of each group that it has not let go, in order.
     pub(super) fn firsts(&self) -> impl Iterator<Item = u32> {
         self.keeps_first.then_some(0).into_iter().chain(self.rest.iter().map(|group| group.first))

@@ -7,12 +7,14 @@
 //! foreign one by it, and nobody waits for a sequence that does not run in this very step.
 
 use super::core::Core;
+use super::group_blocks::find_groups;
 use super::request::Request;
-use super::scopes::{Reach, find};
+use super::scopes::Reach;
 use super::sequence::Sequence;
 use crate::ids::BlockHandle;
 use crate::prefix_index::ChainPin;
 use crate::{Error, Result};
+use std::sync::Arc;
 
 /// Steps that a request waits for others' chunks in its life. Each of them brings it a chunk further, so this is no
 /// tuning value: it bounds the wait if something unforeseen keeps the chunks from arriving.
@@ -50,10 +52,6 @@ impl Core {
     /// Before a chunk of a prefilling sequence: takes over what has become matchable since. True if it should get
     /// no chunk now, because another one computes its next block in this step.
     pub(super) fn catch_up(&mut self, position: usize) -> Result<bool> {
-        if self.running[position].layers.is_some() {
-            // Taking over would trade blocks of every group; who waits in the queue finds them at its admission.
-            return Ok(false);
-        }
         self.take_over(position)?;
         let sequence = &self.running[position];
         let num_blocks = (sequence.num_computed / self.config.block_size) as usize;
@@ -81,7 +79,9 @@ impl Core {
         }
         self.scratch.clear();
         let tokens = &sequence.tokens[..sequence.num_common()];
-        let found = match find(index, &sequence.request, Reach::All, tokens, &mut self.scratch) {
+        let request = &sequence.request;
+        let found = find_groups(Some(index), request, Reach::All, tokens, &self.config, &mut self.scratch);
+        let found = match found {
             Ok(Some(found)) => found,
             Ok(None) | Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. } | Error::Refused { .. }) => {
                 return Ok(());
@@ -90,10 +90,64 @@ impl Core {
         };
         // What the sequence has indexed stays; a block that it has begun gives way to the full one.
         let is_longer = self.scratch.len() > have && self.scratch.len() >= sequence.blocks.len();
-        if is_longer && self.scratch[..have] == sequence.blocks[..have] {
-            self.adopt(position, found)?;
+        if !is_longer || self.scratch[..have] != sequence.blocks[..have] {
+            return Ok(());
         }
-        Ok(())
+        if self.config.is_grouped() {
+            self.adopt_groups(position, found)
+        } else {
+            self.adopt(position, found)
+        }
+    }
+
+    /// [`Core::adopt`] in models with layer groups: it goes on from what every group has there, if there is room to hold
+    /// that beside what it has until the one is traded for the other.
+    fn adopt_groups(&mut self, position: usize, pin: ChainPin) -> Result<()> {
+        let sequence = &self.running[position];
+        let (Some(index), Some(layers)) = (&self.index, &sequence.layers) else { return Ok(()) };
+        let (tenant, keeps_first) = (Arc::clone(&sequence.request.tenant), layers.keeps_first);
+        // What it leaves is promised to it again, unless an open step may still read that.
+        let room = self.num_group_blocks(0, self.scratch.len()) + layers.num_used();
+        let mut promise = match self.pool.reserve(tenant.account, room as u32) {
+            Ok(promise) => promise,
+            Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. }) => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        self.keep_within_limit(&tenant)?;
+        let prompt = sequence.progress.prompt_tokens;
+        let mut new = self.new_layers(prompt, prompt + sequence.request.max_tokens);
+        match self.use_found(new.as_deref_mut(), &mut promise) {
+            Ok(true) => {}
+            // It went, or the scope that it is of has no room to hold it.
+            Ok(false) | Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. }) => return Ok(()),
+            Err(error) => return Err(error),
+        }
+        let sequence = &mut self.running[position];
+        let row = sequence.row;
+        let (own, used) = sequence.take_blocks();
+        for block in used {
+            if !index.leave_attached(block, &mut sequence.reservation)? {
+                index.leave_all_attached(&[block], tenant.account)?;
+            }
+        }
+        promise.move_to(promise.num_blocks(), &mut sequence.reservation)?;
+        if let Some(new) = &mut new {
+            new.spare = own;
+        }
+        sequence.blocks.extend_from_slice(&self.scratch);
+        let end = self.scratch.len() as u32;
+        let gained = end * self.config.block_size - sequence.num_computed;
+        note_found(sequence, gained);
+        sequence.num_computed += gained;
+        (sequence.num_indexed, sequence.pin) = (end, Some(pin));
+        self.tables.clear_row(row);
+        self.group_tables.iter_mut().for_each(|tables| tables.clear_row(row));
+        for block in self.scratch.iter().filter(|_| keeps_first) {
+            self.tables.append(row, block.id());
+        }
+        self.begin_rows(new.as_deref_mut(), row);
+        self.running[position].layers = new;
+        self.slide(position)
     }
 
     /// Gives a sequence the blocks in `scratch` and the pin that holds them, instead of those it has.
