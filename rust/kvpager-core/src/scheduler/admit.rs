@@ -7,7 +7,7 @@ use super::inbox::Inbox;
 use super::limits::note_admission;
 use super::phases::Phase;
 use super::policy::AdmissionRoom;
-use super::queue::Place;
+use super::queue::{Place, Short};
 use super::request::{FinishReason, WaitingRequest};
 use super::scopes::{Reach, peek};
 use super::sequence::Sequence;
@@ -24,11 +24,11 @@ impl Core {
     pub(super) fn admit(&mut self, compartment: usize, inbox: &Inbox, budget: &mut u32) -> Result<()> {
         self.free_paused_row(compartment)?;
         let step = self.last_step.0;
-        if self.has_place(compartment, *budget) && self.queue.next_tenant(compartment, step).is_some() {
+        if self.has_place(compartment, *budget) && self.next_tenant(compartment, step).is_some() {
             self.refresh_forecast(compartment);
         }
         while self.has_place(compartment, *budget) {
-            let Some(tenant) = self.queue.next_tenant(compartment, step) else { break };
+            let Some(tenant) = self.next_tenant(compartment, step) else { break };
             let Some(head) = self.queue.head(tenant) else { break };
             let Err(short) = self.try_admit(tenant, head, inbox, budget)? else { continue };
             if self.end_if_hopeless(tenant, head, inbox)? || self.preempt_lower(tenant, head, &short)? {
@@ -37,6 +37,15 @@ impl Core {
             self.admit_behind(compartment, tenant, &short, inbox, budget)?;
         }
         Ok(())
+    }
+
+    /// The tenant of a compartment that is served next.
+    pub(super) fn next_tenant(&self, compartment: usize, step: u64) -> Option<usize> {
+        self.queue.next_tenant(compartment, step, |head| {
+            let account = self.pool.account_stats(head.request.tenant.account);
+            let left = account.map_or(0, |account| account.guaranteed.saturating_sub(account.committed));
+            u64::from(head.blocks_to_promise(&self.config, 0)) <= left
+        })
     }
 
     /// Ends a head that quotas, as they are by now, will never let in.
@@ -68,15 +77,13 @@ impl Core {
         budget: &mut u32,
     ) -> Result<()> {
         let present = (self.last_step.0, self.now);
-        // What its own quota lacks, no other tenant takes from it.
-        self.queue.note_short(tenant, matches!(short, Error::OutOfBlocks { .. }));
+        self.note_what_is_short(compartment, tenant, short);
         let Some(head) = self.queue.block(tenant, present) else { return Ok(()) };
         let (since_step, since) = head.blocked_since.unwrap_or(present);
         let allowance = self.config.max_bypass.saturating_sub(head.bypassed);
         let is_over = present.0 - since_step >= self.config.max_bypass_steps
             || present.1 - since >= self.config.max_bypass_seconds;
         if allowance == 0 || is_over {
-            self.queue.keep_for_head(tenant);
             return Ok(());
         }
         let mut places = std::mem::take(&mut self.places);
@@ -95,6 +102,25 @@ impl Core {
             head.bypassed += passed;
         }
         Ok(())
+    }
+
+    /// What the head of a tenant waits for. What its own limit lacks, others leave it.
+    fn note_what_is_short(&mut self, compartment: usize, tenant: usize, short: &Error) {
+        let Some(head) = self.queue.head(tenant).and_then(|head| self.queue.get(tenant, head)) else {
+            return;
+        };
+        let lacks_places = head.num_sequences() as usize > self.num_rows_left(compartment);
+        let own = head.request.tenant.account;
+        match *short {
+            Error::OverQuota { account, limit, .. }
+                if account == own && limit < u64::from(self.pool.num_blocks()) =>
+            {
+                self.queue.note_limited(tenant);
+            }
+            Error::OutOfBlocks { .. } => self.queue.note_short(tenant, Short::Room),
+            _ if lacks_places => self.queue.note_short(tenant, Short::Places),
+            _ => self.queue.note_short(tenant, Short::Nothing),
+        }
     }
 
     /// Admits one request if what it needs is there, or comes from those who must yield to it; else says what is
@@ -200,6 +226,7 @@ impl Core {
             // The turn holds what its session kept.
             self.kept.release_session(session.number);
         }
+        self.queue.note_admitted(tenant, self.last_step.0, sequence.remaining());
         let position = self.insert_running(Box::new(sequence));
         self.plan_chunk(position, budget)?;
         Ok(Ok(()))

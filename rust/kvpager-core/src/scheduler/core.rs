@@ -130,10 +130,7 @@ impl Core {
             last_owner: memory.array(num_blocks, |_| NO_OWNER)?.into_vec(),
             index,
             memory: BatchMemory::default(),
-            queue: Queue::new(
-                config.ageing_steps,
-                f64::from(pool.num_blocks()) * f64::from(config.block_size),
-            ),
+            queue: Queue::new(config.ageing_steps),
             running: memory.room(num_rows)?,
             parked: Vec::new(),
             host: HostTier::new(config.host_tier, &pool)?,

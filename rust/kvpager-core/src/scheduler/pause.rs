@@ -158,7 +158,7 @@ impl Core {
     pub(super) fn free_paused_row(&mut self, compartment: usize) -> Result<()> {
         let is_own = |halted: &Halted| compartment_of(halted.sequence.id) == compartment;
         let Some(last) = self.halted.iter().rposition(is_own) else { return Ok(()) };
-        let has_next = self.queue.next_tenant(compartment, self.last_step.0).is_some();
+        let has_next = self.next_tenant(compartment, self.last_step.0).is_some();
         if has_next && self.num_rows_left(compartment) == 0 {
             self.force_out(last)?;
         }

@@ -14,6 +14,16 @@ const RECHECK_STEPS: u64 = 32;
 /// request waits, so ageing costs nothing.
 pub(super) type Place = (i64, SequenceId);
 
+/// What the head of a tenant's queue waits for that other tenants take too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Short {
+    Nothing,
+    /// Room of the pool that is promised to nobody.
+    Room,
+    /// Places for all sequences of a set.
+    Places,
+}
+
 struct TenantQueue {
     tenant: Arc<Tenant>,
     waiting: BTreeMap<Place, WaitingRequest>,
@@ -23,20 +33,25 @@ struct TenantQueue {
     /// Value of its compartment's change counter, and step, at which its head did not fit; it is not looked at again
     /// before a change.
     blocked_at: Option<(u64, u64)>,
-    /// Whether its head waits for room that other tenants take too.
-    is_short: bool,
-    /// Whether what becomes free is kept for its head: enough have passed it.
-    is_kept: bool,
+    /// Step that last admitted requests of it, and the prompt tokens that those have to compute.
+    admitted: (u64, u64),
+    short: Short,
 }
 
 impl TenantQueue {
     /// There is another head, or the same one in another state.
     fn look_again(&mut self) {
-        (self.blocked_at, self.is_short, self.is_kept) = (None, false, false);
+        (self.blocked_at, self.short) = (None, Short::Nothing);
     }
 
     fn is_active(&self) -> bool {
         self.num_running > 0 || !self.waiting.is_empty()
+    }
+
+    /// Its service, with the prompts that a step has admitted by now and is yet to charge.
+    fn due(&self, step: u64) -> f64 {
+        let admitted = if self.admitted.0 == step { self.admitted.1 } else { 0 };
+        self.service + admitted as f64 / self.tenant.weight
     }
 }
 
@@ -46,15 +61,13 @@ pub(super) struct Queue {
     ageing_steps: u32,
     tenants: Vec<TenantQueue>,
     places: HashMap<SequenceId, (usize, Place), foldhash::fast::RandomState>,
-    /// Service that a tenant may be ahead of one whose head waits for room, times its weight: the tokens of the pool.
-    slack: f64,
     /// By compartment: grows whenever room or matchable blocks may have appeared.
     changes: Vec<u64>,
 }
 
 impl Queue {
-    pub(super) fn new(ageing_steps: u32, slack: f64) -> Self {
-        Self { ageing_steps, tenants: Vec::new(), places: HashMap::default(), slack, changes: vec![0] }
+    pub(super) fn new(ageing_steps: u32) -> Self {
+        Self { ageing_steps, tenants: Vec::new(), places: HashMap::default(), changes: vec![0] }
     }
 
     fn place_of(&self, waiting: &WaitingRequest) -> Place {
@@ -74,9 +87,9 @@ impl Queue {
             waiting: BTreeMap::new(),
             service: 0.0,
             num_running: 0,
+            admitted: (0, 0),
             blocked_at: None,
-            is_short: false,
-            is_kept: false,
+            short: Short::Nothing,
         });
     }
 
@@ -93,16 +106,29 @@ impl Queue {
     pub(super) fn push(&mut self, waiting: WaitingRequest) {
         let index = waiting.request.tenant.index;
         if !self.tenants[index].is_active() {
-            let compartment = waiting.request.tenant.compartment;
-            let peers = self.tenants.iter().filter(|other| other.tenant.compartment == compartment);
-            let active = peers.filter(|other| other.is_active()).map(|other| other.service);
-            let floor = active.fold(f64::INFINITY, f64::min);
-            if floor.is_finite() {
-                let queue = &mut self.tenants[index];
-                queue.service = queue.service.max(floor);
-            }
+            self.forget_credit(index);
         }
         self.insert(waiting);
+    }
+
+    /// A tenant has not been kept waiting by others: what it got less than they did is not made up for.
+    fn forget_credit(&mut self, index: usize) {
+        let compartment = self.tenants[index].tenant.compartment;
+        let is_peer = |&(number, other): &(usize, &TenantQueue)| {
+            number != index && other.tenant.compartment == compartment && other.is_active()
+        };
+        let peers = self.tenants.iter().enumerate().filter(is_peer);
+        let floor = peers.map(|(_, other)| other.service).fold(f64::INFINITY, f64::min);
+        if floor.is_finite() {
+            let queue = &mut self.tenants[index];
+            queue.service = queue.service.max(floor);
+        }
+    }
+
+    /// The head of a tenant waits for room of its own limit, which others leave it.
+    pub(super) fn note_limited(&mut self, tenant: usize) {
+        self.note_short(tenant, Short::Nothing);
+        self.forget_credit(tenant);
     }
 
     fn insert(&mut self, waiting: WaitingRequest) {
@@ -148,31 +174,43 @@ impl Queue {
     }
 
     /// The tenant of a compartment that is served next: least service among those whose head may fit. None that is
-    /// ahead of a tenant for whose head room is kept, or far ahead of one whose head waits for room: each time that
-    /// small requests take what a large one waits for, they would gain.
-    pub(super) fn next_tenant(&self, compartment: usize, step: u64) -> Option<usize> {
+    /// ahead of a tenant whose head waits for room: each time that small requests take what a large one waits for, they
+    /// would gain. But one whose head `is_guaranteed` its room takes none that others wait for.
+    pub(super) fn next_tenant(
+        &self,
+        compartment: usize,
+        step: u64,
+        is_guaranteed: impl Fn(&WaitingRequest) -> bool,
+    ) -> Option<usize> {
         let may_fit = |queue: &TenantQueue| {
             let is_unchanged = |(at, since)| at == self.changes[compartment] && step < since + RECHECK_STEPS;
-            queue.tenant.compartment == compartment
-                && !queue.waiting.is_empty()
-                && !queue.blocked_at.is_some_and(is_unchanged)
+            !queue.waiting.is_empty() && !queue.blocked_at.is_some_and(is_unchanged)
         };
-        let least = |is: fn(&TenantQueue) -> bool| {
-            let own =
-                self.tenants.iter().filter(|queue| queue.tenant.compartment == compartment && is(queue));
-            own.map(|queue| queue.service).fold(f64::INFINITY, f64::min)
+        let own = || {
+            let all = self.tenants.iter().enumerate();
+            all.filter(move |(_, queue)| queue.tenant.compartment == compartment)
         };
-        let (kept, short) = (least(|queue| queue.is_kept), least(|queue| queue.is_short));
+        let least = |short: Short| {
+            let waits = own().filter(move |(_, queue)| queue.short == short);
+            waits.map(|(_, queue)| queue.due(step)).fold(f64::INFINITY, f64::min)
+        };
+        let (room, places) = (least(Short::Room), least(Short::Places));
         let may_pass = |queue: &TenantQueue| {
-            let is_near = queue.service <= short + self.slack / queue.tenant.weight;
-            is_near && (queue.service < kept || queue.is_kept && queue.service <= kept)
+            let due = queue.due(step);
+            let is_sure = || queue.waiting.first_key_value().is_some_and(|(_, head)| is_guaranteed(head));
+            due <= places && (due <= room || is_sure())
         };
-        self.tenants
-            .iter()
-            .enumerate()
+        own()
             .filter(|(_, queue)| may_fit(queue) && may_pass(queue))
-            .min_by(|(_, a), (_, b)| a.service.total_cmp(&b.service))
+            .min_by(|(_, a), (_, b)| a.due(step).total_cmp(&b.due(step)))
             .map(|(index, _)| index)
+    }
+
+    /// A step has admitted a request of a tenant that has so many prompt tokens to compute.
+    pub(super) fn note_admitted(&mut self, tenant: usize, step: u64, num_tokens: u32) {
+        let queue = &mut self.tenants[tenant];
+        let before = if queue.admitted.0 == step { queue.admitted.1 } else { 0 };
+        queue.admitted = (step, before + u64::from(num_tokens));
     }
 
     /// Place of the request at the head of a tenant's queue.
@@ -206,16 +244,9 @@ impl Queue {
         Some(waiting)
     }
 
-    /// Whether the head of a tenant waits for room that others take too.
-    pub(super) fn note_short(&mut self, tenant: usize, is_short: bool) {
-        let queue = &mut self.tenants[tenant];
-        (queue.is_short, queue.is_kept) = (is_short, false);
-    }
-
-    /// What becomes free is kept for the head of a tenant, if it is room that others would take.
-    pub(super) fn keep_for_head(&mut self, tenant: usize) {
-        let queue = &mut self.tenants[tenant];
-        queue.is_kept = queue.is_short;
+    /// What the head of a tenant waits for.
+    pub(super) fn note_short(&mut self, tenant: usize, short: Short) {
+        self.tenants[tenant].short = short;
     }
 
     /// Service of a tenant so far.

@@ -65,9 +65,9 @@ impl Trajectory {
         blocks: f32,
         users: impl Iterator<Item = (u32, u32)> + Clone,
     ) {
-        for k in 0..NUM_HORIZONS {
+        for (k, &horizon) in HORIZONS.iter().enumerate() {
             let has_ended = |(age, most): (u32, u32)| {
-                if HORIZONS[k] < most as f32 { 1.0 - lengths.survival(age)[k] } else { 1.0 }
+                if horizon < most as f32 { 1.0 - lengths.survival(age)[k] } else { 1.0 }
             };
             let all_ended: f32 = users.clone().map(has_ended).product();
             self.mean[k] += blocks * (1.0 - all_ended);
