@@ -219,6 +219,8 @@ pub(super) struct Progress {
     pub(super) preemptions: u64,
     /// Tokens whose KV had been computed when it was last preempted.
     pub(super) lost_tokens: u32,
+    /// Most leading tokens that it ever had: what it finds of them again, it may have left there itself.
+    pub(super) known_once: u32,
 }
 
 impl Progress {
@@ -233,6 +235,7 @@ impl Progress {
         steps: 0,
         preemptions: 0,
         lost_tokens: 0,
+        known_once: 0,
         share_waits: 0,
     };
 

@@ -223,6 +223,7 @@ impl Sequence {
         let mut progress = self.progress;
         progress.preemptions += u64::from(is_new);
         progress.lost_tokens = self.num_computed;
+        progress.known_once = progress.known_once.max(self.num_computed);
         let mut request = self.request;
         request.prompt = self.tokens;
         let branches = self.special.map_or(Vec::new(), |special| special.branches);

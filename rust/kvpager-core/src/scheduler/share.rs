@@ -176,9 +176,9 @@ impl Core {
     }
 }
 
-/// Counts prompt tokens that came from the index after the admission.
+/// Counts prompt tokens that came from the index after the admission, and that it did not have before it was taken back.
 pub(super) fn note_found(sequence: &mut Sequence, gained: u32) {
     let progress = &mut sequence.progress;
-    let left = progress.prompt_tokens.saturating_sub(sequence.num_computed);
-    progress.cached_tokens += gained.min(left);
+    let end = progress.prompt_tokens.min(sequence.num_computed + gained);
+    progress.cached_tokens += end.saturating_sub(sequence.num_computed.max(progress.known_once));
 }
