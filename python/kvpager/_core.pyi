@@ -1376,9 +1376,10 @@ class Scheduler:
         layer_groups: what the layers of each group see, as `KvGeometry.layer_groups` begins:
             `("full", None)`, `("sliding", tokens)`, `("chunked", tokens)`, a query's own token counted. None
             for one full group. All groups take blocks of one pool; a block out of its group's window is let
-            go while the sequence runs. Anything but one full group excludes forks, samples and beams. If the
-            first group is not full, the index is the scheduler's alone: `match_prefix`, `insert_prefix` and
-            their like raise WrongStateError.
+            go while the sequence runs. Forks, samples and beams share the blocks of all groups; what they
+            need counts full blocks that they share once in a first group that is full, and for each branch in
+            the others. If the first group is not full, the index is the scheduler's alone: `match_prefix`,
+            `insert_prefix` and their like raise WrongStateError.
         max_waiting: requests that may wait at once, of all tenants.
         max_waiting_tokens: prompt tokens that may wait at once, of all tenants; None for no bound.
         ageing_steps: steps of waiting that make up for one class of priority; 0 if priorities do not matter.

@@ -86,14 +86,29 @@ def test_groups_that_are_none_are_refused(groups: object, text: str) -> None:
         grouped(layer_groups=groups)
 
 
-def test_what_needs_one_full_group_is_refused() -> None:
-    _, scheduler = grouped()
+def test_forks_share_the_blocks_of_every_group() -> None:
+    pool, scheduler = grouped()
     tenant = scheduler.add_tenant("alice")
-    with pytest.raises(errors.InvalidArgumentError, match="3 groups"):
-        scheduler.submit(tenant, range(4), n=2)
-    request = scheduler.submit(tenant, range(4))
-    with pytest.raises(errors.InvalidArgumentError, match="3 groups"):
-        scheduler.fork(request)
+    parent = scheduler.submit(tenant, range(10), max_tokens=6)
+    batch = scheduler.step()
+    scheduler.commit(batch.step_id, [0, 1], [3])
+    held = pool.stats().held
+    children = scheduler.fork(parent, 2)
+    assert pool.stats().held == held
+    batch = scheduler.step()
+    assert batch.sequence_ids.tolist() == [parent, *children]
+    # Each group has a partly filled block, which two of three copy.
+    assert len(batch.block_copies) == 2 * len(batch.groups)
+    assert len(np.unique(batch.block_copies[:, 0])) == len(batch.groups)
+    scheduler.abandon(batch.step_id, "over", fail=True)
+    assert pool.stats().held == 0
+
+
+def test_samples_that_can_never_fit_are_refused_with_the_numbers() -> None:
+    _, scheduler = grouped(16)
+    tenant = scheduler.add_tenant("alice")
+    with pytest.raises(errors.RefusedError, match=r"8 samples of 10 prompt tokens .* need \d+ blocks"):
+        scheduler.submit(tenant, range(10), max_tokens=6, n=8)
 
 
 def reusing(groups: list[tuple[str, int | None]]) -> tuple[BlockPool, PrefixIndex, Scheduler]:

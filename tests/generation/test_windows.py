@@ -10,7 +10,7 @@ import tiny_models
 from test_weights import model_of_directory, plain_frequencies
 
 from kvpager import BlockPool, Scheduler
-from kvpager.engine import Engine, EngineConfig, GenerationParams
+from kvpager.engine import Engine, EngineConfig, GenerationParams, SamplingParams
 from kvpager.errors import InvalidArgumentError
 from kvpager.runner import LlamaConfig, LlamaModel
 from kvpager.runner.layer_groups import RunnerGroups
@@ -122,6 +122,56 @@ def test_a_windowed_model_generates_through_the_engine(
     engine.run()
     assert [generation.token_ids for generation in again] == expected
     assert sum(generation.cached_tokens for generation in again) == (num_cached if reuse else 0)
+
+
+@pytest.mark.parametrize("layer_types", [SLIDING_AND_FULL, None])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_samples_of_a_windowed_model_are_those_of_requests_of_their_own(
+    tmp_path: Path, reuse: bool, layer_types: list[str] | None
+) -> None:
+    model, _ = windowed(tmp_path, layer_types)
+    config = EngineConfig(num_blocks=256, block_size=4, max_batch_tokens=16, max_running=8, reuse=reuse)
+    engine = Engine(LlamaRunner(model), config)
+
+    def tokens(prompt: list[int], seed: int, n: int) -> list[list[int]]:
+        params = GenerationParams(max_tokens=14, n=n, sampling=SamplingParams(temperature=1.0, seed=seed))
+        generations = engine.submit(prompt, params)
+        engine.run()
+        return [generation.token_ids for generation in generations]
+
+    for prompt in PROMPTS:
+        together = tokens(prompt, 7, 4)
+        assert together == [tokens(prompt, 7 + i, 1)[0] for i in range(4)]
+        assert len(set(map(tuple, together))) > 1
+    assert engine.pool.stats().held == 0
+
+
+@pytest.mark.parametrize("layer_types", [SLIDING_AND_FULL, None])
+@pytest.mark.parametrize(("policy", "num_blocks"), [("reserve", 128), ("watermark", 90)])
+def test_beams_of_a_windowed_model_are_those_of_a_search_without_cache(
+    tmp_path: Path, layer_types: list[str] | None, policy: str, num_blocks: int
+) -> None:
+    model, tensors = windowed(tmp_path, layer_types)
+    sizes = {"num_blocks": num_blocks, "block_size": 4, "max_batch_tokens": 16, "max_running": 8}
+    engine = Engine(LlamaRunner(model), EngineConfig(**sizes, policy=policy))  # type: ignore[arg-type]
+    params = GenerationParams(max_tokens=10, n=3, beam_width=3)
+    searches = [engine.submit(prompt, params) for prompt in PROMPTS]
+    engine.run()
+    for prompt, generations in zip(PROMPTS, searches, strict=True):
+        beams: list[tuple[float, list[int]]] = [(0.0, [])]
+        for _ in range(10):
+            ranked = []
+            for score, tokens in beams:
+                context = [*prompt, *tokens]
+                dense = tiny_models.dense_logits(
+                    tensors, context, plain_frequencies(), model.config.layer_windows
+                )
+                row = np.asarray(dense[-1], np.float64)
+                chances = row - row.max() - np.log(np.exp(row - row.max()).sum())
+                ranked += [(score + chance, [*tokens, token]) for token, chance in enumerate(chances)]
+            beams = sorted(ranked, key=lambda beam: -beam[0])[:3]
+        assert [generation.token_ids for generation in generations] == [tokens for _, tokens in beams]
+    assert engine.pool.stats().held == 0
 
 
 @pytest.mark.parametrize("block_size", [24, 512])

@@ -2,6 +2,7 @@
 
 mod support;
 
+use kvpager_core::geometry::Span;
 use kvpager_core::scheduler::{
     AdmissionPolicy, FinishReason, ForecastConfig, Request, SchedulerConfig, Tenant,
 };
@@ -11,11 +12,12 @@ use proptest::sample::Index;
 use std::collections::HashMap;
 use std::sync::Arc;
 use support::{
-    Engine, config, expected_output, expected_sample, host_tier, next_token, prefix_hash, prompt, request,
+    Engine, any_groups, config, expected_output, expected_sample, host_tier, next_token, prefix_hash, prompt,
+    request,
 };
 
 fn samples(engine: &Engine, tenant: &Arc<Tenant>, prompt: &[u32], max_tokens: u32, n: u32) -> SequenceId {
-    engine.scheduler.submit(Request { n, ..request(tenant, prompt, max_tokens) }).expect("it fits")
+    engine.submit_request(Request { n, ..request(tenant, prompt, max_tokens) }).expect("it fits")
 }
 
 fn branches(first: SequenceId, n: u64) -> Vec<SequenceId> {
@@ -255,12 +257,7 @@ fn searches(engine: &mut Engine, shapes: &[(u32, u32, u32)], max_turns: usize) -
             let mixed = |i: usize| prefix_hash(&[length as u32, i as u32]) as usize;
             let parents: Vec<_> = (0..ids.len()).map(|i| ids[mixed(i) % ids.len()]).collect();
             let tokens: Vec<_> = (0..ids.len()).map(|i| (mixed(i) % 50) as i32).collect();
-            let outputs: Vec<_> = parents.iter().map(|parent| engine.outputs[parent].clone()).collect();
-            engine.scheduler.reorder(ids, &parents, &tokens).expect("beams are ready together");
-            for ((id, mut output), &token) in ids.iter().zip(outputs).zip(&tokens) {
-                *output.last_mut().expect("a token") = token as u32;
-                engine.outputs.insert(*id, output);
-            }
+            engine.reorder(ids, &parents, &tokens).expect("beams are ready together");
         }
     }
     assert!(!engine.scheduler.has_work().expect("one thread"), "not done: {:?}", engine.scheduler.stats());
@@ -278,18 +275,24 @@ proptest! {
         block_size in 1..5u32,
         reuse in any::<bool>(),
         forecasts in any::<bool>(),
+        groups in any_groups(),
+        (chunk, open) in (0..5u32, 1..3u32),
         host in host_tier(),
         shapes in prop::collection::vec((1..12u32, 1..14u32, 1..5u32), 1..5),
     ) {
-        let expected = searches(&mut Engine::new(400, SchedulerConfig { max_running: 20, ..config(block_size) }, reuse), &shapes, 100);
+        let ample = SchedulerConfig { max_running: 20, ..config(block_size) };
+        let expected = searches(&mut Engine::new(400, ample, reuse), &shapes, 100);
         let bold = ForecastConfig { free_share: 0.0, deviations: 0.001, growth_spread: 0.0 };
         let policy = if forecasts { AdmissionPolicy::Forecast(bold) } else { AdmissionPolicy::Watermark { free_share: 0.0 } };
         let (overflow, host_tier) = host;
-        let config = SchedulerConfig { policy, overflow, host_tier, max_running: 9, max_batch_tokens: 11, ..config(block_size) };
+        let mut config = SchedulerConfig { policy, overflow, host_tier, max_running: 9, max_batch_tokens: 11, ..config(block_size) };
+        (config.layer_groups, config.max_prefill_chunk, config.max_open_steps) = (groups, chunk, open);
+        let keeps_first = config.layer_groups[0] == Span::Full;
         // Just enough for the largest of them.
         let need = |&(length, max_tokens, n): &(u32, u32, u32)| {
-            let (life, full) = (config.lifetime_blocks(length, max_tokens), length / block_size);
-            life + (n - 1) * (life - full) + u32::from(n > 1 && length % block_size != 0)
+            let full = if keeps_first { length / block_size } else { 0 };
+            let life = config.lifetime_blocks(length, max_tokens);
+            life + (n - 1) * (life - full) + u32::from(keeps_first && n > 1 && length % block_size != 0)
         };
         let num_blocks = shapes.iter().map(need).max().unwrap_or(0) + spare;
         let found = searches(&mut Engine::new(num_blocks, config, reuse), &shapes, 4000);
@@ -363,7 +366,7 @@ impl World {
     fn submit(&mut self, (seed, length, max_tokens): (u32, u32, u32), n: u32, priority: i32) {
         let prompt = prompt(seed, length);
         let wanted = Request { n, priority, ..request(&self.tenant, &prompt, max_tokens) };
-        let Ok(first) = self.engine.scheduler.submit(wanted) else { return };
+        let Ok(first) = self.engine.submit_request(wanted) else { return };
         let ids = branches(first, n.into());
         self.prompts.extend(ids.iter().map(|&id| (id, (prompt.clone(), max_tokens))));
         self.ids.extend(&ids);
@@ -384,13 +387,9 @@ impl World {
         let from = |i: usize| prefix_hash(&[seed, i as u32]) as usize;
         let parents: Vec<_> = (0..ids.len()).map(|i| ids[from(i) % ids.len()]).collect();
         let tokens: Vec<_> = (0..ids.len()).map(|i| (from(i) % 50) as i32).collect();
-        if self.engine.scheduler.reorder(&ids, &parents, &tokens).is_err() {
-            return;
-        }
-        let outputs: Vec<_> = parents.iter().map(|parent| self.engine.outputs[parent].clone()).collect();
-        for ((id, mut output), token) in ids.into_iter().zip(outputs).zip(tokens) {
-            *output.last_mut().expect("a token") = token as u32;
-            self.engine.outputs.insert(id, output);
+        match self.engine.reorder(&ids, &parents, &tokens) {
+            Ok(()) | Err(Error::WrongState(_) | Error::InvalidArgument(_)) => {}
+            Err(other) => panic!("a re-order needs nothing: {other}"),
         }
     }
 
@@ -494,10 +493,14 @@ proptest! {
             AdmissionPolicy::Watermark { free_share: 0.0 },
             AdmissionPolicy::Forecast(ForecastConfig { free_share: 0.0, deviations: 0.001, growth_spread: 0.0 }),
         ]),
+        groups in any_groups(),
+        chunk in 0..5u32,
         host in host_tier(),
         operations in prop::collection::vec(operation(), 1..80),
     ) {
         let mut config = config(block_size);
+        let num_blocks = num_blocks * groups.len() as u32;
+        (config.layer_groups, config.max_prefill_chunk) = (groups, chunk);
         (config.max_running, config.max_batch_tokens, config.policy) = (6, 9, policy);
         (config.ageing_steps, config.urgent_preempts) = (8, policy.overcommits());
         (config.overflow, config.host_tier) = host;

@@ -102,7 +102,7 @@ proptest! {
             let prompt = prompt(i as u32 % 2, length);
             let samples = Request { n, ..request(&tenants[i % 2], &prompt, max_tokens) };
             // Some have more samples than the pool has room for.
-            let Ok(first) = engine.scheduler.submit(samples) else { continue };
+            let Ok(first) = engine.submit_request(samples) else { continue };
             for branch in 0..u64::from(n) {
                 expected.push((first, branch, expected_sample(&prompt, max_tokens, branch)));
             }

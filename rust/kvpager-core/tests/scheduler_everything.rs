@@ -1,11 +1,10 @@
 //! Everything on at once: layer groups, a host tier, several open steps on a device that lags, drafts, forks, samples,
-//! sessions, retention, a strict tenant, priorities with urgent preemption, pauses, aborts, crashes and changes of quota, under every
+//! re-orders, sessions, retention, a strict tenant, priorities with urgent preemption, pauses, aborts, crashes and changes of quota, under every
 //! policy. The model's memory is really copied as the batches say, so a wrong order shows as wrong content.
 
 mod support;
 
 use kvpager_core::block_pool::Quota;
-use kvpager_core::geometry::Span;
 use kvpager_core::prefix_index::Isolation;
 use kvpager_core::scheduler::{
     AdmissionPolicy, Deadline, FinishReason, ForecastConfig, Retention, Session, Tenant, ZeroBlocks,
@@ -15,7 +14,10 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use std::collections::HashMap;
 use std::sync::Arc;
-use support::{Engine, config, expected_output, expected_sample, host_tier, request, tenant_config};
+use support::{
+    Engine, any_groups, config, expected_output, expected_sample, host_tier, prefix_hash, request,
+    tenant_config,
+};
 
 #[derive(Clone, Debug)]
 enum Operation {
@@ -39,6 +41,7 @@ enum Operation {
         num_right: usize,
     },
     Fork(Index, u32),
+    Reorder(Index, u32),
     Abort(Index),
     Pause(Index),
     Resume(Index),
@@ -77,6 +80,7 @@ fn operation() -> impl Strategy<Value = Operation> {
         1 => (which(), prop::bool::weighted(0.2)).prop_map(|(place, fail)| Operation::Crash { place, fail }),
         3 => (1..6usize, 0..6usize).prop_map(|(length, num_right)| Operation::Draft { length, num_right }),
         3 => (which(), 1..3u32).prop_map(|(which, count)| Operation::Fork(which, count)),
+        3 => (which(), any::<u32>()).prop_map(|(which, seed)| Operation::Reorder(which, seed)),
         1 => which().prop_map(Operation::Abort),
         1 => which().prop_map(Operation::Pause),
         1 => which().prop_map(Operation::Resume),
@@ -86,10 +90,6 @@ fn operation() -> impl Strategy<Value = Operation> {
         1 => prop::option::of(1..6u64).prop_map(Operation::OpenSession),
         1 => which().prop_map(Operation::CloseSession),
     ]
-}
-
-fn span() -> impl Strategy<Value = Span> {
-    prop_oneof![Just(Span::Full), (1..12u64).prop_map(Span::Sliding), (1..12u64).prop_map(Span::Chunked)]
 }
 
 fn policy() -> impl Strategy<Value = AdmissionPolicy> {
@@ -109,6 +109,8 @@ struct Accepted {
     prompt: Vec<u32>,
     max_tokens: u32,
     branch: Option<u64>,
+    /// The id that its set began with.
+    root: SequenceId,
 }
 
 impl Accepted {
@@ -152,8 +154,7 @@ impl World {
         let head = (0..shared).map(|i| 100 + family + i % 2);
         let prompt: Vec<u32> = head.chain((0..own).map(|i| 7 + i)).collect();
         let mut wanted = request(&self.tenants[family as usize % 2], &prompt, max_tokens);
-        let is_grouped = *self.engine.scheduler.config().layer_groups != [Span::Full];
-        (wanted.n, wanted.priority) = (if is_grouped { 1 } else { n }, priority);
+        (wanted.n, wanted.priority) = (n, priority);
         wanted.retention = self.retention.filter(|_| self.engine.index.is_some());
         if let (true, Some(session)) = (in_session, self.sessions.last()) {
             wanted.retention = None;
@@ -164,7 +165,8 @@ impl World {
         match self.engine.submit_request(wanted) {
             Ok(first) => (0..u64::from(n)).for_each(|branch| {
                 let branch_of = (n > 1).then_some(branch);
-                let accepted = Accepted { prompt: prompt.clone(), max_tokens, branch: branch_of };
+                let accepted =
+                    Accepted { prompt: prompt.clone(), max_tokens, branch: branch_of, root: first };
                 self.accept(SequenceId(first.0 + branch), accepted);
             }),
             Err(Error::Refused { .. }) => {}
@@ -190,6 +192,25 @@ impl World {
         let parent = self.accepted[&id].clone();
         for child in self.engine.fork(id, count).unwrap_or_default() {
             self.accept(child, parent.clone());
+        }
+    }
+
+    /// Lets branches of a set that have the same to output take each other's place.
+    fn reorder(&mut self, id: SequenceId, seed: u32) {
+        let one = &self.accepted[&id];
+        let is_alike = |id: &&SequenceId| {
+            let other = &self.accepted[*id];
+            let lives = !self.engine.finished.contains_key(id) && self.engine.outputs.contains_key(id);
+            lives && (other.root, other.branch) == (one.root, one.branch)
+        };
+        let alike: Vec<_> = self.ids.iter().filter(is_alike).copied().collect();
+        let mixed = |i: usize| prefix_hash(&[seed, i as u32]) as usize;
+        let parents: Vec<_> = (0..alike.len()).map(|i| alike[mixed(i) % alike.len()]).collect();
+        let last = |id| self.engine.outputs[id].last().map_or(0, |&token| token as i32);
+        let tokens: Vec<_> = parents.iter().map(last).collect();
+        match self.engine.reorder(&alike, &parents, &tokens) {
+            Ok(()) | Err(Error::WrongState(_) | Error::InvalidArgument(_)) => {}
+            Err(other) => panic!("a re-order needs nothing: {other}"),
         }
     }
 
@@ -219,6 +240,11 @@ impl World {
             Operation::Fork(which, count) => {
                 if let Some(id) = self.pick(which) {
                     self.fork(id, *count);
+                }
+            }
+            Operation::Reorder(which, seed) if num_open == 0 => {
+                if let Some(id) = self.pick(which) {
+                    self.reorder(id, *seed);
                 }
             }
             Operation::Abort(which) => {
@@ -299,7 +325,7 @@ proptest! {
     fn with_everything_on_every_request_ends_with_the_tokens_of_its_prompt(
         num_blocks in prop_oneof![3 => 12..40u32, 1 => 60..160u32],
         block_size in 1..5u32,
-        groups in prop_oneof![Just(vec![Span::Full]), prop::collection::vec(span(), 1..4)],
+        groups in any_groups(),
         cached in prop::bool::weighted(0.7),
         is_strict in prop::bool::weighted(0.3),
         (max_batch_tokens, max_prefill_chunk) in (6..20u32, 0..6u32),
@@ -310,7 +336,7 @@ proptest! {
         operations in prop::collection::vec(operation(), 1..120),
     ) {
         let mut config = config(block_size);
-        config.layer_groups = groups.into();
+        config.layer_groups = groups;
         config.max_running = 5;
         config.max_batch_tokens = max_batch_tokens;
         config.max_prefill_chunk = max_prefill_chunk;

@@ -5,7 +5,7 @@ mod support;
 use kvpager_core::scheduler::{AdmissionPolicy, FinishReason};
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
-use support::{Engine, config, expected_output, prompt};
+use support::{Engine, any_groups, config, expected_output, prompt};
 
 #[test]
 fn a_fork_shares_every_full_block_and_copies_the_tail_on_the_first_write() {
@@ -140,9 +140,13 @@ proptest! {
         block_size in 1..5u32,
         reuse in any::<bool>(),
         overcommits in any::<bool>(),
+        groups in any_groups(),
+        chunk in 0..5u32,
         operations in prop::collection::vec(operation(), 1..60),
     ) {
         let mut config = config(block_size);
+        let num_blocks = num_blocks * groups.len() as u32;
+        (config.layer_groups, config.max_prefill_chunk) = (groups, chunk);
         config.max_running = 5;
         config.max_batch_tokens = 9;
         if overcommits {

@@ -12,7 +12,7 @@ use kvpager_core::scheduler::{
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
 use std::sync::Arc;
-use support::{Engine, NO_LIMIT, config, expected_output, host_tier, prompt, request, tenant_config};
+use support::{Engine, NO_LIMIT, config, expected_output, host_tier, prompt, request, span, tenant_config};
 
 fn grouped(block_size: u32, groups: &[Span]) -> SchedulerConfig {
     SchedulerConfig { layer_groups: groups.into(), ..config(block_size) }
@@ -340,23 +340,9 @@ fn a_request_that_takes_all_there_is_does_not_wait_for_the_prefix_that_it_finds(
 }
 
 #[test]
-fn what_groups_do_not_do_is_refused_with_numbers() {
-    let windowed = [Span::Full, Span::Sliding(8)];
-    let engine = Engine::new(32, grouped(4, &windowed), false);
-    let tenant = engine.tenant("a");
-    let mut samples = request(&tenant, &prompt(1, 4), 4);
-    samples.n = 3;
-    let error = engine.scheduler.submit(samples).unwrap_err();
-    assert!(matches!(error, Error::InvalidArgument { .. }) && error.to_string().contains("2 groups"));
-    let id = engine.submit(&tenant, &prompt(1, 4), 4).unwrap();
-    assert!(engine.scheduler.fork(id, 1).unwrap_err().to_string().contains("2 groups"));
-    assert!(engine.scheduler.reorder(&[id], &[id], &[1]).is_err());
+fn a_model_without_groups_is_refused() {
     let none = grouped(4, &[]).validate().unwrap_err().to_string();
     assert!(none.contains("0 groups"), "{none}");
-}
-
-fn span() -> impl Strategy<Value = Span> {
-    prop_oneof![Just(Span::Full), (1..12u64).prop_map(Span::Sliding), (1..12u64).prop_map(Span::Chunked)]
 }
 
 fn policy() -> impl Strategy<Value = AdmissionPolicy> {

@@ -8,7 +8,8 @@ use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
 use std::sync::Arc;
 use support::{
-    Engine, NO_LIMIT, after_steps, config, expected_sample, next_token, prefix_hash, prompt, request,
+    Engine, NO_LIMIT, after_steps, any_groups, config, expected_sample, next_token, prefix_hash, prompt,
+    request,
 };
 
 fn samples(
@@ -19,7 +20,7 @@ fn samples(
     max: u32,
     n: u32,
 ) -> kvpager_core::Result<SequenceId> {
-    engine.scheduler.submit(Request { n, ..request(tenant, &prompt(seed, length), max) })
+    engine.submit_request(Request { n, ..request(tenant, &prompt(seed, length), max) })
 }
 
 fn branches(first: SequenceId, n: u64) -> Vec<SequenceId> {
@@ -283,10 +284,14 @@ proptest! {
         block_size in 1..5u32,
         reuse in any::<bool>(),
         overcommits in any::<bool>(),
+        groups in any_groups(),
+        chunk in 0..5u32,
         requests in prop::collection::vec((0..3u32, 1..12u32, 1..8u32, 1..4u32), 1..7),
         events in prop::collection::vec((0..6usize, any::<prop::sample::Index>()), 0..50),
     ) {
         let mut config = config(block_size);
+        let num_blocks = num_blocks * groups.len() as u32;
+        (config.layer_groups, config.max_prefill_chunk) = (groups, chunk);
         config.max_running = 5;
         config.max_batch_tokens = 7;
         if overcommits {

@@ -28,10 +28,15 @@ impl<const FAULT: u8> BlockPool<FAULT> {
     /// [`Error::OutOfBlocks`], [`Error::OverQuota`], or [`Error::InvalidArgument`] for an unknown account.
     pub fn reserve(self: &Arc<Self>, account: AccountId, num_blocks: u32) -> Result<Reservation<FAULT>> {
         self.accounts.take::<FAULT>(account, num_blocks, 0)?;
-        let lane = self.lanes.claim(account, User::Reservation);
-        let mut reservation = Reservation { pool: Arc::clone(self), account, num_blocks: 0, backed: 0, lane };
+        let mut reservation = self.no_promise(account);
         reservation.count(i64::from(num_blocks));
         Ok(reservation)
+    }
+
+    /// A promise of nothing, to which parts of others can be moved: also if the account has more than it may by now.
+    pub(crate) fn no_promise(self: &Arc<Self>, account: AccountId) -> Reservation<FAULT> {
+        let lane = self.lanes.claim(account, User::Reservation);
+        Reservation { pool: Arc::clone(self), account, num_blocks: 0, backed: 0, lane }
     }
 }
 

@@ -1,4 +1,4 @@
-//! How a branch set waits, and how it comes back: as one request.
+//! How a branch set comes back: as one sequence, which splits.
 //!
 //! A set that was taken back is one entry of the queue, its eldest branch with the others inside. It is promised what all
 //! of them need, in one operation, and gets a place for each. Then it is one sequence, which computes what all branches
@@ -7,140 +7,15 @@
 //! branches have in common is computed once and stored once.
 
 use super::Scheduler;
-use super::branch_promises::num_copies;
 use super::compartments::{compartment_of, range_of};
-use super::config::SchedulerConfig;
 use super::core::Core;
 use super::inbox::Inbox;
 use super::open_steps::OpenStep;
-use super::policy::AdmissionRequest;
-use super::request::{FinishReason, Request, WaitingRequest};
-use super::samples;
+use super::request::{FinishReason, WaitingRequest};
 use super::sequence::Sequence;
+use super::waiting_sets::{Known, common_blocks, num_common};
 use crate::ids::SequenceId;
 use crate::{Error, Result};
-
-/// A branch as far as its blocks are concerned.
-#[derive(Clone, Copy)]
-pub(super) struct Known<'a> {
-    pub(super) tokens: &'a [u32],
-    pub(super) prompt_tokens: u32,
-    pub(super) request: &'a Request,
-}
-
-impl<'a> Known<'a> {
-    pub(super) fn of_waiting(waiting: &'a WaitingRequest) -> Self {
-        let (tokens, request) = (&waiting.request.prompt, &waiting.request);
-        Self { tokens, prompt_tokens: waiting.progress.prompt_tokens, request }
-    }
-
-    pub(super) fn of_sequence(sequence: &'a Sequence) -> Self {
-        let (tokens, request) = (&sequence.tokens, &sequence.request);
-        Self { tokens, prompt_tokens: sequence.progress.prompt_tokens, request }
-    }
-
-    pub(super) const fn asked(self, pinned_blocks: u32) -> AdmissionRequest {
-        AdmissionRequest {
-            prompt_tokens: self.prompt_tokens,
-            known_tokens: self.tokens.len() as u32,
-            max_tokens: self.request.max_tokens,
-            pinned_blocks,
-        }
-    }
-}
-
-/// Whole blocks at the head of both that each can share: the last known token of either is always computed.
-pub(super) fn common_blocks(a: &[u32], b: &[u32], block_size: u32) -> u32 {
-    let most = a.len().min(b.len()).saturating_sub(1);
-    let equal = a.iter().zip(b).take(most).take_while(|(a, b)| a == b).count();
-    equal as u32 / block_size
-}
-
-/// Blocks of branches together, `blocks_of` one by itself: what they have in common counts once. In order of their tokens
-/// each has most in common with the one before.
-pub(super) fn blocks_of_set(
-    config: &SchedulerConfig,
-    mut branches: Vec<Known<'_>>,
-    blocks_of: impl Fn(Known<'_>) -> u32,
-) -> u32 {
-    branches.sort_unstable_by_key(|branch| branch.tokens);
-    let shared = branches
-        .windows(2)
-        .map(|pair| common_blocks(pair[0].tokens, pair[1].tokens, config.block_size))
-        .sum::<u32>();
-    branches.into_iter().map(blocks_of).sum::<u32>() - shared
-}
-
-impl WaitingRequest {
-    /// One entry of the queue of what waits; `None` of nothing.
-    pub(super) fn gather(waiting: Vec<Self>) -> Option<Self> {
-        let mut all = Vec::with_capacity(waiting.len());
-        for mut one in waiting {
-            all.append(&mut one.branches);
-            all.push(one);
-        }
-        all.sort_unstable_by_key(|one| one.id);
-        let mut all = all.into_iter();
-        let mut eldest = all.next()?;
-        eldest.branches = all.collect();
-        Some(eldest)
-    }
-
-    /// Takes one branch out: it, and what is left.
-    pub(super) fn take_out(mut self, id: SequenceId) -> (Option<Self>, Option<Self>) {
-        let since = (self.bypassed, self.blocked_since);
-        let mut all = std::mem::take(&mut self.branches);
-        all.push(self);
-        let gone = all.iter().position(|one| one.id == id).map(|place| all.swap_remove(place));
-        let mut rest = Self::gather(all);
-        if let Some(rest) = &mut rest {
-            (rest.bypassed, rest.blocked_since) = since;
-        }
-        (gone, rest)
-    }
-
-    /// The eldest, then the others.
-    pub(super) fn ids(&self) -> impl Iterator<Item = SequenceId> {
-        std::iter::once(self.id).chain(self.branches.iter().map(|branch| branch.id))
-    }
-
-    /// Sequences that it becomes.
-    pub(super) fn num_sequences(&self) -> u32 {
-        self.request.n + self.branches.len() as u32
-    }
-
-    pub(super) fn known(&self) -> Vec<Known<'_>> {
-        std::iter::once(self).chain(&self.branches).map(Known::of_waiting).collect()
-    }
-
-    /// Leading tokens that may come from elsewhere: all that its branches have in common. The last one is always computed.
-    pub(super) fn num_common(&self, block_size: u32) -> u32 {
-        num_common(&self.request.prompt, &self.branches, block_size)
-    }
-
-    /// Blocks that it is promised if its first `num_found` are there.
-    pub(super) fn blocks_to_promise(&self, config: &SchedulerConfig, num_found: u32) -> u32 {
-        let num_found = num_found.min(self.num_common(config.block_size) / config.block_size);
-        let of = |known: Known<'_>| config.policy.blocks_to_reserve(config, known.asked(0));
-        let samples = samples::extra_blocks(config, &self.request, self.progress.prompt_tokens);
-        blocks_of_set(config, self.known(), of) + samples - num_found
-    }
-
-    /// Blocks that it has at once at most.
-    pub(super) fn lifetime_blocks(&self, config: &SchedulerConfig) -> u32 {
-        blocks_of_set(config, self.known(), |known| life_of(config, known))
-    }
-}
-
-/// Blocks of a branch over its life.
-pub(super) fn life_of(config: &SchedulerConfig, known: Known<'_>) -> u32 {
-    config.lifetime_blocks(known.prompt_tokens, known.request.max_tokens)
-}
-
-fn num_common(tokens: &[u32], branches: &[WaitingRequest], block_size: u32) -> u32 {
-    let common = branches.iter().map(|branch| common_blocks(tokens, &branch.request.prompt, block_size));
-    common.min().map_or(tokens.len() as u32 - 1, |blocks| blocks * block_size)
-}
 
 impl Sequence {
     /// Branches that it carries until what they have in common is computed.
@@ -183,10 +58,11 @@ impl Sequence {
 }
 
 impl Scheduler {
-    /// Checks that no branch set is torn: its branches run, are on the host, wait or are paused together.
+    /// Checks that no branch set is torn: its branches run, are on the host, wait or are paused together; and that each branch
+    /// pays for what it shares of further layer groups.
     ///
     /// # Errors
-    /// [`Error::WrongState`] that names a set that is, or if another thread is in the scheduler.
+    /// [`Error::WrongState`] that names a set that is torn or does not pay, or if another thread is in the scheduler.
     pub fn check_invariants(&self) -> Result<()> {
         self.enter()?.check_sets()
     }
@@ -199,6 +75,9 @@ impl Core {
             places.dedup();
             if places.len() > 1 {
                 return Err(Error::WrongState(format!("branches {set:?} are torn: {}", places.join(", "))));
+            }
+            if !self.is_paid(set) {
+                return Err(Error::WrongState(format!("branches {set:?} share blocks that they do not pay")));
             }
         }
         let unsplit =
@@ -237,11 +116,15 @@ impl Core {
     pub(super) fn end_set_beyond_reach(&mut self, id: SequenceId) -> Result<()> {
         let Some(position) = self.position(id) else { return Ok(()) };
         let sequence = &self.running[position];
-        let mut need = self.num_held_by_set(sequence) as u32 + num_copies(self.running_set(sequence));
-        for branch in self.running_set(sequence) {
-            let end = self.config.blocks_for(branch.frontier() + 1);
-            need += end.saturating_sub(branch.blocks.len() as u32);
-        }
+        let set: Vec<_> = self.running_set(sequence).collect();
+        let next = |branch: &Sequence| {
+            let end = self.config.blocks_for(branch.frontier() + 1) as usize;
+            if branch.layers.is_none() {
+                return end as u32;
+            }
+            self.blocks_to_keep(branch).max(branch.num_blocks_in(0..end) as u32)
+        };
+        let need = self.need_of_set(&set, next);
         if need > self.reach_of(sequence)? {
             for id in self.sets.members(id) {
                 if let Some(position) = self.position(id) {
@@ -296,13 +179,13 @@ impl Core {
         let position = self.position_of(id, position);
         let sequence = &mut self.running[position];
         sequence.num_shared = sequence.num_shared.max(shared);
-        self.trim_promise(position)
+        self.settle_promise(position)
     }
 
     /// Starts a branch, with those that it carries, from the first `shared` blocks of the sequence that carried it.
     fn begin_branch(&mut self, position: usize, branch: WaitingRequest, shared: u32) -> Result<()> {
         let carrier = self.running[position].id;
-        let (pin, shared) = match self.pin_again(position) {
+        let (mut pin, mut shared) = match self.pin_again(position) {
             Ok(pin) => (pin, shared),
             // Its prefix was purged: the branch computes it by itself.
             Err(Error::WrongState(_)) => (None, 0),
@@ -311,22 +194,28 @@ impl Core {
         let Some(row) = self.tables.take_row() else {
             return Err(Error::WrongState("a running place has no table row".to_owned()));
         };
-        let need = branch.blocks_to_promise(&self.config, shared);
+        let need = branch.blocks_to_promise(&self.config, self.num_spared(shared as usize) as u32);
         let sequence = &mut self.running[position];
+        let part = need.min(sequence.reservation.num_blocks());
+        let mut promise = sequence.reservation.split(part)?;
+        if !self.share_blocks(position, shared as usize, &mut promise)? {
+            (pin, shared) = (None, 0);
+        }
+        let sequence = &self.running[position];
         let num_indexed = sequence.num_indexed.min(shared);
-        self.pool.retain(&sequence.blocks[num_indexed as usize..shared as usize])?;
         self.scratch.clear();
         self.scratch.extend_from_slice(&sequence.blocks[..shared as usize]);
-        let part = need.min(sequence.reservation.num_blocks());
-        let reservation = sequence.reservation.split(part)?;
+        let layers = self.shared_layers(position, shared as usize);
+        self.write_rows(layers.as_deref(), row);
         self.own(branch.id).num_unforked -= branch.num_sequences();
         self.queue.note_start(branch.request.tenant.index);
         if self.pausing.contains(&carrier) {
             self.pausing.push(branch.id);
         }
-        let mut child = self.start(branch, pin, reservation, row);
+        let mut child = self.start(branch, pin, promise, row);
         child.num_indexed = num_indexed;
         child.num_shared = shared;
+        child.layers = layers;
         self.insert_running(Box::new(child));
         Ok(())
     }
@@ -356,9 +245,7 @@ impl Core {
     /// Ends a sequence that carries others: one of those takes its place, and what it has computed, which is theirs as
     /// well. Not while a step is open that knows it by its id: then it ends a step later.
     pub(super) fn end_carrier(&mut self, id: SequenceId, reason: FinishReason, inbox: &Inbox) {
-        let is_in = |open: &OpenStep| {
-            open.rows.iter().any(|row| row.id == id) || open.moved.contains(&id) || open.copied.contains(&id)
-        };
+        let is_in = |open: &OpenStep| open.rows.iter().any(|row| row.id == id) || open.moved.contains(&id);
         if self.open.iter().any(is_in) {
             self.late_ends.push((id, reason));
             return;

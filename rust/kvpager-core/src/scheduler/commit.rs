@@ -33,6 +33,9 @@ impl Core {
         self.check_commit(self.oldest_step(step_id)?, token_start, tokens)?;
         self.drain_inbox(inbox)?;
         let Some(open) = self.close_step(0)? else { return Ok(CommitOutcome::default()) };
+        if !open.copies.is_empty() {
+            self.end_copies(&open.copies)?;
+        }
         let mut outcome = CommitOutcome::default();
         let mut any_ended = false;
         let mut computed_tokens = open.num_decodes as u64;
@@ -85,7 +88,7 @@ impl Core {
             if sequence.has_block_to_index(self.config.block_size) {
                 self.index_full_blocks(position, 1)?;
             }
-            self.slide(position)?;
+            self.slide(position, false)?;
         } else if sequence.num_computed.is_multiple_of(self.config.block_size) && sequence.pin.is_some() {
             self.edges.push(position as u32);
         }
@@ -118,7 +121,7 @@ impl Core {
             self.index_full_blocks(position, planned.num_tokens)?;
         }
         if is_grouped {
-            self.slide(position)?;
+            self.slide(position, planned.num_tokens > 1)?;
         }
         Ok(is_ended || is_split)
     }
@@ -139,6 +142,7 @@ impl Core {
         let is_split = planned.num_samples > 1;
         if is_split {
             self.index_full_blocks(position, u32::MAX)?;
+            self.slide(position, true)?;
             self.split_samples(position, sampled, inbox)?;
         }
         if let Some(&token) = sampled.first() {
@@ -161,8 +165,8 @@ impl Core {
         let place = self.find_open(step_id)?;
         self.drain_inbox(inbox)?;
         while self.open.len() > place {
-            let Some(open) = self.close_step(self.open.len() - 1)? else { break };
-            self.undo(&open);
+            let Some(mut open) = self.close_step(self.open.len() - 1)? else { break };
+            self.undo(&mut open)?;
             for row in open.rows.iter().filter(|_| fail) {
                 if let Some(position) = self.locate(row) {
                     self.running[position].ending.get_or_insert(FinishReason::Error);
@@ -306,9 +310,12 @@ fn wrong_count(open: &OpenStep, row: usize, given: i64) -> Error {
 /// Whether other sequences refer to a full block of this one that is not indexed: the index takes only blocks that
 /// are exclusively held.
 pub(super) fn has_shared(pool: &BlockPool, sequence: &Sequence) -> Result<bool> {
-    let shared = sequence.num_shared.min(sequence.blocks.len() as u32) as usize;
-    for &block in sequence.blocks.get(sequence.num_indexed as usize..shared).unwrap_or_default() {
-        if !pool.is_exclusive(block)? {
+    let columns = sequence.num_indexed as usize..(sequence.num_shared as usize).min(sequence.blocks.len());
+    if columns.is_empty() {
+        return Ok(false);
+    }
+    for block in sequence.own_blocks_in(columns) {
+        if pool.num_references(block)? > 1 {
             return Ok(true);
         }
     }

@@ -302,7 +302,7 @@ impl Core {
         if missing == 0 {
             return Ok(Ok(()));
         }
-        if let Err(short) = self.draw_blocks(position, missing)? {
+        if let Err(short) = self.draw_blocks(position, missing, Draw::Growth)? {
             return Ok(Err(short));
         }
         let sequence = &mut self.running[position];
@@ -315,28 +315,38 @@ impl Core {
         Ok(Ok(()))
     }
 
-    /// Draws blocks on what is promised to a sequence into `scratch`, and promises more if that is short. `Ok(Err(error))`
-    /// as in `grow`.
+    /// Draws blocks on what a sequence has to spare and on what is promised to it into `scratch`, and promises more if that
+    /// is short. `Ok(Err(error))` as in `grow`.
     pub(super) fn draw_blocks(
         &mut self,
         position: usize,
         count: usize,
+        what: Draw,
     ) -> Result<std::result::Result<(), Error>> {
-        let promised = self.running[position].reservation.num_blocks() as usize;
         self.scratch.clear();
-        self.scratch.resize(count, BlockHandle::from_bits(0));
-        let more = self.borrow_promise(position, count.saturating_sub(promised) as u32)?;
-        let sequence = &mut self.running[position];
-        let drawn = if more > 0 { sequence.reservation.grow(more) } else { Ok(()) };
-        self.keep_within_limit(&self.running[position].request.tenant)?;
-        let sequence = &mut self.running[position];
-        match drawn.and_then(|()| draw(self.index.as_deref(), &mut sequence.reservation, &mut self.scratch)) {
-            Ok(()) => Ok(Ok(())),
-            Err(
-                error @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. } | Error::NeedsReclaim { .. }),
-            ) => Ok(Err(error)),
-            Err(error) => Err(error),
+        let more = if count == 0 { 0 } else { self.borrow_promise(position, count as u32, what)? };
+        let spare = (self.running[position].num_spare() as usize).min(count);
+        if count > spare || more > 0 {
+            self.scratch.resize(count - spare, BlockHandle::from_bits(0));
+            let sequence = &mut self.running[position];
+            let drawn = if more > 0 { sequence.reservation.grow(more) } else { Ok(()) };
+            self.keep_within_limit(&self.running[position].request.tenant)?;
+            let sequence = &mut self.running[position];
+            match drawn
+                .and_then(|()| draw(self.index.as_deref(), &mut sequence.reservation, &mut self.scratch))
+            {
+                Ok(()) => {}
+                Err(
+                    error
+                    @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. } | Error::NeedsReclaim { .. }),
+                ) => return Ok(Err(error)),
+                Err(error) => return Err(error),
+            }
         }
+        if let Some(layers) = &mut self.running[position].layers {
+            self.scratch.extend(layers.spare.drain(layers.spare.len() - spare..));
+        }
+        Ok(Ok(()))
     }
 
     /// Notes who has the blocks in `scratch` now, and which of them must be zeroed.
@@ -365,6 +375,15 @@ impl Core {
             self.last_owner[block.id().0 as usize] = account.0;
         }
     }
+}
+
+/// What blocks are drawn for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Draw {
+    /// New columns.
+    Growth,
+    /// Copies of blocks that other branches of the set have as well.
+    Copies,
 }
 
 /// Takes blocks out of a reservation, evicting cached ones where they are in the way.

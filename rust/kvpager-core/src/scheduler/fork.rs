@@ -5,30 +5,41 @@
 //! block of its own, and the batch has the copy. Who is left alone with the original writes it without a copy.
 
 use super::Scheduler;
-use super::branch_promises::num_copies;
-use super::branches::{Known, blocks_of_set, life_of};
 use super::compartments::compartment_of;
-use super::core::{Core, draw};
+use super::core::{Core, Draw};
+use super::group_blocks::{GroupBlock, rest_tables};
 use super::inbox::Inbox;
 use super::scopes::{Reach, find};
 use super::sequence::Sequence;
+use super::waiting_sets::{Known, blocks_of_set, life_of};
 use crate::block_pool::Reservation;
 use crate::ids::{BlockHandle, SequenceId};
 use crate::prefix_index::{ChainPin, PartialBlock, Pin};
 use crate::{Error, Result};
 use std::sync::Arc;
 
-/// A copy that the next batch makes.
+/// A copy that a batch makes.
 #[derive(Debug)]
-struct Copy {
+pub(super) struct Copy {
     id: SequenceId,
+    /// In the first group (`None`), or in a further one.
+    group: Option<usize>,
+    column: u32,
     from: BlockHandle,
     to: BlockHandle,
-    /// What keeps `from` if it is the index's; else the sequence's own reference does.
-    pin: Option<Pin>,
+    keeper: Keeper,
 }
 
-/// Copies of the step that is being planned. The sources stay held until it is open.
+/// What keeps the source of a copy.
+#[derive(Debug)]
+enum Keeper {
+    /// A reference, until the copy has been made.
+    Reference,
+    /// A pin of what the index has, until the step is open; then it is not evicted before that closes.
+    Pin(Option<Pin>),
+}
+
+/// Copies of the step that is being planned.
 #[derive(Debug, Default)]
 pub(super) struct Copies(Vec<Copy>);
 
@@ -38,9 +49,10 @@ impl Copies {
         self.0.iter().filter(|copy| copy.from == block).count() as u32
     }
 
-    /// Notes a copy from a block of the index.
-    pub(super) fn copy_pinned(&mut self, id: SequenceId, source: PartialBlock, to: BlockHandle) {
-        self.0.push(Copy { id, from: source.block, to, pin: Some(source.pin) });
+    /// Notes a copy from a block of the index to the last one of a sequence.
+    pub(super) fn copy_pinned(&mut self, sequence: &Sequence, source: PartialBlock, to: BlockHandle) {
+        let (column, keeper) = (sequence.blocks.len() as u32 - 1, Keeper::Pin(Some(source.pin)));
+        self.0.push(Copy { id: sequence.id, group: None, column, from: source.block, to, keeper });
     }
 
     /// Whether the next batch copies a block of this sequence.
@@ -64,7 +76,6 @@ impl Scheduler {
         if count == 0 {
             return Err(Error::invalid("a fork makes 0 sequences, must be at least 1"));
         }
-        self.config.check_forks()?;
         if self.inbox.is_draining() {
             return Err(Error::refused("the scheduler is being drained and accepts nothing"));
         }
@@ -82,9 +93,9 @@ impl Core {
         let num_computed = sequence.num_computed;
         let is_partial = !num_computed.is_multiple_of(self.config.block_size);
         let shared = self.config.blocks_for(num_computed);
-        let growth = self.growth_after(sequence, num_computed / self.config.block_size);
+        let growth = self.growth_after(sequence, shared);
         let tenant = Arc::clone(&sequence.request.tenant);
-        let is_first = is_partial && !sequence.shares_tail();
+        let is_first = is_partial && !sequence.shares_tail() && sequence.keeps_first();
         self.check_fork_fits(position, count)?;
         // Whichever of them writes the last block first needs a block for its copy.
         let copy = u32::from(is_first && !self.config.policy.overcommits());
@@ -96,20 +107,15 @@ impl Core {
             }
         };
         let pins = (0..count).map(|_| self.pin_again(position)).collect::<Result<Vec<_>>>()?;
-        promised.move_to(copy, &mut self.running[position].reservation)?;
-        self.keep_within_limit(&self.running[position].request.tenant)?;
-        let own = self.running[position].blocks[self.running[position].num_indexed as usize..shared as usize]
-            .repeat(count as usize);
-        if let Err(error) = self.pool.retain(&own) {
-            self.trim_promise(position)?;
-            return Err(error);
-        }
+        let mut copy = promised.split(copy)?;
+        self.keep_within_limit(&tenant)?;
+        let promises = self.share_with(position, shared as usize, promised, count)?;
+        copy.move_to(copy.num_blocks(), &mut self.running[position].reservation)?;
         let mut ids = Vec::with_capacity(count as usize);
         let compartment = compartment_of(id);
-        for pin in pins {
-            let reservation = promised.split(growth)?;
+        for (pin, promise) in pins.into_iter().zip(promises) {
             let child =
-                self.child_of(position, inbox.issue_id(compartment), shared as usize, pin, reservation)?;
+                self.child_of(position, inbox.issue_id(compartment), shared as usize, pin, promise)?;
             ids.push(child.id);
             self.sets.join(child.id, id);
             self.insert_running(Box::new(child));
@@ -122,21 +128,46 @@ impl Core {
         Ok(ids)
     }
 
+    /// Shares the first columns of a sequence with `count` branches, all or none, which divide a promise evenly.
+    fn share_with(
+        &self,
+        position: usize,
+        shared: usize,
+        mut promised: Reservation,
+        count: u32,
+    ) -> Result<Vec<Reservation>> {
+        let each = promised.num_blocks() / count;
+        let mut promises: Vec<Reservation> = Vec::with_capacity(count as usize);
+        for _ in 0..count {
+            let mut promise = promised.split(each)?;
+            match self.share_blocks(position, shared, &mut promise) {
+                Ok(_is_paid) => promises.push(promise),
+                Err(error) => {
+                    for mut promise in promises {
+                        self.unshare_blocks(position, shared, &mut promise)?;
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(promises)
+    }
+
     /// Refuses a fork after which its set could need more than there may ever be: a set is preempted as a whole, so it
     /// must fit as a whole.
     fn check_fork_fits(&self, position: usize, count: u32) -> Result<()> {
-        if !self.config.policy.overcommits() {
-            // All of it is promised here and now.
+        if !self.config.policy.overcommits() && !self.config.is_grouped() {
+            // All of it is promised here and now. With windows, their chunks need more if a reset has them computed again.
             return Ok(());
         }
         let sequence = &self.running[position];
         let life = life_of(&self.config, Known::of_sequence(sequence));
-        let mut need = self.num_held_by_set(sequence) as u32 + num_copies(self.running_set(sequence));
-        need += count * (life - sequence.num_computed / self.config.block_size);
-        for branch in self.running_set(sequence) {
-            let total = blocks_of_set(&self.config, branch.known(), |known| life_of(&self.config, known));
-            need += total.saturating_sub(branch.blocks.len() as u32);
-        }
+        let full = self.num_spared((sequence.num_computed / self.config.block_size) as usize) as u32;
+        let set: Vec<_> = self.running_set(sequence).collect();
+        let life_of_branch = |branch: &Sequence| {
+            blocks_of_set(&self.config, branch.known(), |known| life_of(&self.config, known))
+        };
+        let need = self.need_of_set(&set, life_of_branch) + count * (life - full);
         let tenant = &sequence.request.tenant;
         let reachable = self.reach_of(sequence)?;
         if need <= reachable {
@@ -184,14 +215,18 @@ impl Core {
         Ok(position)
     }
 
-    /// Blocks that a fork of a sequence is promised beyond `shared` ones that are full.
-    pub(super) fn growth_after(&self, sequence: &Sequence, shared: u32) -> u32 {
-        let total = if self.config.policy.overcommits() {
+    /// Blocks that a fork of a sequence is promised, of which it has `num_columns` columns: what is full in a first group that
+    /// sees all tokens is there.
+    pub(super) fn growth_after(&self, sequence: &Sequence, num_columns: u32) -> u32 {
+        let full = sequence.num_computed / self.config.block_size;
+        let total = if sequence.layers.is_some() {
+            self.branch_blocks(sequence, num_columns as usize)
+        } else if self.config.policy.overcommits() {
             self.config.blocks_for(sequence.tokens.len() as u32)
         } else {
             self.config.lifetime_blocks(sequence.progress.prompt_tokens, sequence.request.max_tokens)
         };
-        total - shared
+        total - self.num_spared(full as usize) as u32
     }
 
     /// One more pin of what a sequence has pinned.
@@ -208,7 +243,7 @@ impl Core {
         Ok(again)
     }
 
-    /// A sequence with the tokens and the first `shared` blocks of another, in a row of its own.
+    /// A sequence with the tokens and the first `shared` columns of another, which are shared with it, in a row of its own.
     pub(super) fn child_of(
         &mut self,
         position: usize,
@@ -220,20 +255,23 @@ impl Core {
         let Some(row) = self.tables.take_row() else {
             return Err(Error::WrongState("a running place has no table row".to_owned()));
         };
+        let layers = self.shared_layers(position, shared);
         let parent = &self.running[position];
         let mut tokens = Vec::with_capacity(parent.tokens.capacity());
         tokens.extend_from_slice(&parent.tokens);
         let mut blocks = Vec::with_capacity(parent.blocks.capacity());
         blocks.extend_from_slice(&parent.blocks[..shared]);
-        for block in &blocks {
-            self.tables.append(row, block.id());
+        if parent.keeps_first() {
+            blocks.iter().for_each(|block| self.tables.append(row, block.id()));
         }
+        self.write_rows(layers.as_deref(), row);
+        let parent = &self.running[position];
         let mut child = Sequence::new(id, parent.request.clone(), tokens, blocks, reservation, row);
         if shared > 0 {
             child.num_computed = parent.num_computed;
             child.num_indexed = parent.num_indexed;
         }
-        child.pin = pin;
+        (child.pin, child.layers) = (pin, layers);
         child.has_sampled = parent.has_sampled;
         child.resumed_at = self.now;
         child.progress = parent.progress;
@@ -258,65 +296,127 @@ impl Core {
         }
     }
 
-    /// Makes the block that a sequence writes next its own. `Ok(Err(error))` says what is short.
+    /// Makes the blocks that a sequence writes next its own, in all groups or none. `Ok(Err(error))` says what is short.
     pub(super) fn own_tail(&mut self, position: usize) -> Result<std::result::Result<(), Error>> {
-        let sequence = &mut self.running[position];
-        let column = (sequence.frontier() / self.config.block_size) as usize;
-        let Some(&from) = sequence.blocks.get(column) else {
-            return self.forget_shared_tail(position).map(Ok);
-        };
-        if self.pool.num_references(from)? - self.copies.num_leaving(from) <= 1 {
+        let column = self.running[position].frontier() / self.config.block_size;
+        let shared = self.shared_in(&self.running[position], column)?;
+        if shared.is_empty() {
             return self.forget_shared_tail(position).map(Ok);
         }
-        let more = u32::from(sequence.reservation.num_blocks() == 0);
-        let more = self.borrow_promise(position, more)?;
-        let sequence = &mut self.running[position];
-        let mut to = [BlockHandle::from_bits(0)];
         // What is promised already is there, also when the quota was lowered since.
-        let drawn = if more > 0 { sequence.reservation.grow(more) } else { Ok(()) };
-        self.keep_within_limit(&self.running[position].request.tenant)?;
-        let sequence = &mut self.running[position];
-        match drawn.and_then(|()| draw(self.index.as_deref(), &mut sequence.reservation, &mut to)) {
-            Ok(()) => {}
-            Err(
-                error @ (Error::OutOfBlocks { .. } | Error::OverQuota { .. } | Error::NeedsReclaim { .. }),
-            ) => {
-                return Ok(Err(error));
-            }
-            Err(error) => return Err(error),
+        if let Err(short) = self.draw_blocks(position, shared.len(), Draw::Copies)? {
+            return Ok(Err(short));
         }
-        let [to] = to;
-        sequence.blocks[column] = to;
-        self.tables.replace(sequence.row, column as u32, to.id());
-        self.copies.0.push(Copy { id: sequence.id, from, to, pin: None });
-        self.scratch.clear();
-        self.scratch.push(to);
+        let id = self.running[position].id;
+        for (i, (group, from)) in shared.into_iter().enumerate() {
+            let to = self.scratch[i];
+            self.put_block(position, group, column, to);
+            self.copies.0.push(Copy { id, group, column, from, to, keeper: Keeper::Reference });
+        }
         self.note_owner(self.running[position].request.tenant.account);
         self.forget_shared_tail(position).map(Ok)
+    }
+
+    /// Puts a block of its own to its place in a sequence, and in its table row.
+    fn put_block(&mut self, position: usize, group: Option<usize>, column: u32, block: BlockHandle) {
+        let sequence = &mut self.running[position];
+        let row = sequence.row;
+        let Some((number, layers)) = group.zip(sequence.layers.as_mut()) else {
+            sequence.blocks[column as usize] = block;
+            return self.tables.replace(row, column, block.id());
+        };
+        layers.rest[number].replace(column, GroupBlock::own(block));
+        let mut tables = rest_tables(&mut self.tables, &mut self.group_tables, layers.keeps_first);
+        if let Some(tables) = tables.nth(number) {
+            tables.replace(row, column, block.id());
+        }
+    }
+
+    /// Blocks of a column that others refer to as well: in the first group (`None`), or in further ones.
+    fn shared_in(&self, sequence: &Sequence, column: u32) -> Result<Vec<(Option<usize>, BlockHandle)>> {
+        let mut shared = Vec::new();
+        if column as usize >= sequence.blocks.len() {
+            return Ok(shared);
+        }
+        let first = sequence.keeps_first().then(|| (None, sequence.blocks[column as usize]));
+        let groups = sequence.layers.iter().flat_map(|layers| layers.rest.iter().enumerate());
+        let rest = groups.filter_map(|(number, group)| Some((Some(number), group.get(column)?)));
+        for (group, block) in first.into_iter().chain(rest) {
+            if self.pool.num_references(block)? > 1 + self.copies.num_leaving(block) {
+                shared.push((group, block));
+            }
+        }
+        Ok(shared)
     }
 
     fn forget_shared_tail(&mut self, position: usize) -> Result<()> {
         let sequence = &mut self.running[position];
         sequence.special_mut().shares_tail = false;
         sequence.drop_special();
-        self.trim_promise(position)
+        self.settle_promise(position)
     }
 
-    /// Hands the copies to the batch of the step that has just opened, and lets their sources go: they stay as they
-    /// are until it closes. Returns whose blocks are copied.
-    pub(super) fn settle_copies(&mut self, pairs: &mut Vec<[i32; 2]>) -> Result<Vec<SequenceId>> {
-        let mut copied = Vec::new();
-        for Copy { id, from, to, pin } in std::mem::take(&mut self.copies.0) {
-            // Who was preempted since has no use for it.
-            if self.position(id).is_some_and(|position| self.running[position].blocks.contains(&to)) {
-                pairs.push([from.id().0 as i32, to.id().0 as i32]);
-                copied.push(id);
-            }
-            match pin {
-                Some(pin) => drop(pin),
-                None => self.pool.release(&[from])?,
+    /// Hands the copies to the batch of the step that has just opened. What is copied is held until it closes.
+    pub(super) fn settle_copies(&mut self, pairs: &mut Vec<[i32; 2]>) -> Result<Vec<Copy>> {
+        let pool = &self.pool;
+        // Who was preempted since has no use for it.
+        let gone = self.copies.0.extract_if(.., |copy| pool.num_references(copy.to).is_err());
+        let gone: Vec<_> = gone.collect();
+        self.end_copies(&gone)?;
+        for copy in &mut self.copies.0 {
+            pairs.push([copy.from.id().0 as i32, copy.to.id().0 as i32]);
+            if let Keeper::Pin(pin) = &mut copy.keeper {
+                drop(pin.take());
             }
         }
-        Ok(copied)
+        Ok(std::mem::take(&mut self.copies.0))
+    }
+
+    /// Lets go of what was copied.
+    pub(super) fn end_copies(&self, copies: &[Copy]) -> Result<()> {
+        let held = copies.iter().filter(|copy| matches!(copy.keeper, Keeper::Reference));
+        self.pool.release(&held.map(|copy| copy.from).collect::<Vec<_>>())
+    }
+
+    /// Undoes the copies of the step that was being planned and does not open.
+    pub(super) fn cancel_copies(&mut self) -> Result<()> {
+        let copies = std::mem::take(&mut self.copies.0);
+        self.undo_copies(copies)
+    }
+
+    /// Undoes copies of which nobody knows whether they were made. With further groups the sequence has again what it was
+    /// to leave, because what its windows have let go cannot be computed again; else it computes again what it has in the
+    /// block.
+    pub(super) fn undo_copies(&mut self, copies: Vec<Copy>) -> Result<()> {
+        for copy in copies.into_iter().rev() {
+            let position = self.position(copy.id).filter(|_| self.pool.num_references(copy.to).is_ok());
+            let Some(position) = position else {
+                self.end_copies(&[copy])?;
+                continue;
+            };
+            let sequence = &mut self.running[position];
+            if let (Some(layers), Keeper::Reference) = (&mut sequence.layers, &copy.keeper) {
+                layers.spare.push(copy.to);
+                self.put_block(position, copy.group, copy.column, copy.from);
+                self.share_tail_again(position, copy.column)?;
+                continue;
+            }
+            let kept = sequence.num_computed - sequence.num_computed % self.config.block_size;
+            self.recomputed_tokens += u64::from(sequence.num_computed - kept);
+            sequence.num_computed = kept;
+            self.end_copies(&[copy])?;
+        }
+        Ok(())
+    }
+
+    /// Notes that branches may share the block again that they write next.
+    fn share_tail_again(&mut self, position: usize, column: u32) -> Result<()> {
+        for id in self.sets.members(self.running[position].id) {
+            let Some(position) = self.position(id) else { continue };
+            if !self.shared_in(&self.running[position], column)?.is_empty() {
+                self.running[position].special_mut().shares_tail = true;
+            }
+        }
+        Ok(())
     }
 }

@@ -10,7 +10,7 @@
 //! a sequence circulates in it.
 
 use super::config::SchedulerConfig;
-use super::core::Core;
+use super::core::{Core, Draw};
 use super::request::Request;
 use super::scopes::{Reach, TenantScope, find, look_at};
 use super::sequence::Sequence;
@@ -54,12 +54,12 @@ pub(super) struct GroupBlocks {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GroupBlock {
     pub(super) block: BlockHandle,
-    whose: Whose,
+    pub(super) whose: Whose,
 }
 
 /// Whose a block of a group is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Whose {
+pub(super) enum Whose {
     /// The sequence's own.
     Own,
     /// The index's, and the sequence pays for its use.
@@ -111,9 +111,38 @@ impl LayerBlocks {
 }
 
 impl GroupBlocks {
+    pub(super) fn push_back(&mut self, block: GroupBlock) {
+        self.num_guests += usize::from(block.whose == Whose::Guest);
+        self.blocks.push_back(block);
+    }
+
+    /// Lets its first block go.
+    pub(super) fn pop_front(&mut self) {
+        if let Some(block) = self.blocks.pop_front() {
+            self.num_guests -= usize::from(block.whose == Whose::Guest);
+            self.first += 1;
+        }
+    }
+
+    /// Puts another block of the sequence's own to the place of one.
+    pub(super) fn replace(&mut self, logical: u32, block: GroupBlock) {
+        debug_assert!(self.blocks[(logical - self.first) as usize].whose == Whose::Own);
+        self.blocks[(logical - self.first) as usize] = block;
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.blocks.clear();
+        self.num_guests = 0;
+    }
+
     /// The block of so many positions; the caller knows that the group has it.
     pub(super) fn block(&self, logical: u32) -> BlockHandle {
         self.blocks[(logical - self.first) as usize].block
+    }
+
+    /// The same, if the group has it.
+    pub(super) fn get(&self, logical: u32) -> Option<BlockHandle> {
+        self.blocks.get(logical.checked_sub(self.first)? as usize).map(|block| block.block)
     }
 
     /// Takes the blocks after the first `num_kept`.
@@ -132,7 +161,7 @@ impl Sequence {
     }
 
     /// Whether tokens of it are known that no committed step has computed, besides the next one.
-    fn is_prefill(&self) -> bool {
+    pub(super) fn is_prefill(&self) -> bool {
         self.tokens.len() as u32 - self.num_computed > 1
     }
 
@@ -202,10 +231,8 @@ impl Core {
     ) -> Result<bool> {
         let (Some(layers), Some(index)) = (layers, &self.index) else { return Ok(true) };
         index.use_attached(&self.scratch, 0, promise, |used| {
-            let group = &mut layers.rest[used.group];
             let whose = if used.is_guest { Whose::Guest } else { Whose::Attached };
-            group.num_guests += usize::from(used.is_guest);
-            group.blocks.push_back(GroupBlock { block: used.block, whose });
+            layers.rest[used.group].push_back(GroupBlock { block: used.block, whose });
         })
     }
 
@@ -321,20 +348,14 @@ impl Core {
     ) -> Result<std::result::Result<(), Error>> {
         let end = self.config.blocks_for(num_tokens) as usize;
         let num_groups = self.config.layer_groups.len();
-        let sequence = &mut self.running[position];
-        let Some(layers) = &mut sequence.layers else { return Ok(Ok(())) };
+        let sequence = &self.running[position];
         let columns = sequence.blocks.len()..end;
         let total = columns.len() * num_groups;
-        let spare = layers.spare.len().min(total);
-        if total > spare
-            && let Err(short) = self.draw_blocks(position, total - spare)?
-        {
+        if let Err(short) = self.draw_blocks(position, total, Draw::Growth)? {
             return Ok(Err(short));
         }
-        self.scratch.truncate(total - spare);
         let sequence = &mut self.running[position];
         let Some(layers) = &mut sequence.layers else { return Ok(Ok(())) };
-        self.scratch.extend(layers.spare.drain(layers.spare.len() - spare..));
         let keeps_first = layers.keeps_first;
         for (number, blocks) in columns.zip(self.scratch.chunks_exact(num_groups)) {
             debug_assert_eq!(number, sequence.blocks.len());
@@ -352,97 +373,6 @@ impl Core {
         let account = sequence.request.tenant.account;
         self.note_drawn(account);
         Ok(Ok(()))
-    }
-
-    /// Lets go of the blocks before the first position that the next query sees. What is committed does not come back,
-    /// and later queries see no more, so no open step reads them: their table entries become -1.
-    pub(super) fn slide(&mut self, position: usize) -> Result<()> {
-        let block_size = self.config.block_size;
-        let sequence = &mut self.running[position];
-        let Some(layers) = &mut sequence.layers else { return Ok(()) };
-        let next = sequence.num_computed;
-        let end = sequence.blocks.len() as u32;
-        let first_of = |span: Span| (span.first_visible(next) / block_size).min(end);
-        let mut has_left = false;
-        let tables = rest_tables(&mut self.tables, &mut self.group_tables, layers.keeps_first);
-        let groups = layers.rest.iter_mut().zip(tables).zip(self.config.rest_groups());
-        for ((group, tables), &span) in groups {
-            let first = first_of(span);
-            while group.first < first
-                && let Some(&GroupBlock { block, whose }) = group.blocks.front()
-            {
-                match &self.index {
-                    Some(index) if whose != Whose::Own => {
-                        if !index.leave_attached(block, &mut sequence.reservation)? {
-                            break;
-                        }
-                        has_left = true;
-                    }
-                    _ => layers.spare.push(block),
-                }
-                group.blocks.pop_front();
-                group.num_guests -= usize::from(whose == Whose::Guest);
-                tables.forget(sequence.row, group.first);
-                group.first += 1;
-            }
-        }
-        self.settle_promise(position)?;
-        if has_left {
-            // What was left behind is cached, and its room is promised still: more than before, in all.
-            self.keep_within_limit(&self.running[position].request.tenant)?;
-        }
-        Ok(())
-    }
-
-    /// Gives back what a sequence has beyond what it will need at once: after its prompt, the room of a chunk; under
-    /// policies that promise what is known only, all that it will not need for that.
-    fn settle_promise(&mut self, position: usize) -> Result<()> {
-        let target = self.blocks_to_keep(&self.running[position]);
-        let sequence = &mut self.running[position];
-        let promised = sequence.reservation.num_blocks();
-        let excess = (sequence.num_held() as u32 + promised).saturating_sub(target);
-        if excess == 0 {
-            return Ok(());
-        }
-        sequence.reservation.shrink(excess.min(promised))?;
-        let Some(layers) = &mut sequence.layers else { return Ok(()) };
-        let kept = layers.spare.len().saturating_sub((excess - excess.min(promised)) as usize);
-        self.pool.release(&layers.spare[kept..])?;
-        layers.spare.truncate(kept);
-        Ok(())
-    }
-
-    /// Blocks, held and promised, that a sequence has at once at most from now on, as far as its policy promises.
-    fn blocks_to_keep(&self, sequence: &Sequence) -> u32 {
-        let Some(layers) = &sequence.layers else { return sequence.num_held() as u32 };
-        let config = &self.config;
-        let (known, prompt) = (sequence.tokens.len() as u32, sequence.progress.prompt_tokens);
-        let is_prefill = sequence.is_prefill();
-        if !config.policy.overcommits() {
-            let total = prompt + sequence.request.max_tokens - 1;
-            let of = |&span| config.group_peak(span, prompt, total, is_prefill);
-            return config.layer_groups.iter().map(of).sum();
-        }
-        let held = layers.num_held(sequence.blocks.len()) as u32;
-        if is_prefill {
-            held.max(config.known_blocks(known, prompt, sequence.request.max_tokens))
-        } else {
-            held
-        }
-    }
-
-    /// Where a plan for a sequence must end so that no group has more than `submit` found room for.
-    pub(super) fn promised_end(&self, sequence: &Sequence) -> u32 {
-        let Some(layers) = &sequence.layers else { return u32::MAX };
-        let config = &self.config;
-        let prompt = sequence.progress.prompt_tokens;
-        let total = prompt + sequence.request.max_tokens - 1;
-        let is_prefill = sequence.is_prefill();
-        let ends = layers.firsts().zip(&config.layer_groups).map(|(first, &span)| {
-            let most = first.saturating_add(config.group_peak(span, prompt, total, is_prefill));
-            most.saturating_mul(config.block_size)
-        });
-        ends.min().unwrap_or(u32::MAX)
     }
 }
 

@@ -1,12 +1,12 @@
 //! What `forecast` looks at: how far those that run have got, and what they and a request that waits will grow by.
 
-use super::branches::{Known, common_blocks};
 use super::compartments::range_of;
 use super::core::Core;
 use super::layer_groups::MAX_GROUPS;
 use super::policy::{OutputLengths, Trajectory};
 use super::request::WaitingRequest;
 use super::sequence::Sequence;
+use super::waiting_sets::{Known, common_blocks};
 use crate::geometry::Span;
 use crate::ids::BlockHandle;
 use arrayvec::ArrayVec;
@@ -143,10 +143,10 @@ impl Core {
         self.in_blocks(same as u32)
     }
 
-    /// Blocks of some columns in the groups that see all tokens. What windows share they will soon have let go.
+    /// Blocks of some columns that branches pay once: in a first group that sees all tokens. Of further groups each pays for
+    /// what it refers to.
     fn in_blocks(&self, num_columns: u32) -> f32 {
-        let full = self.config.layer_groups.iter().filter(|&&span| span == Span::Full).count();
-        num_columns as f32 * full as f32
+        self.num_spared(num_columns as usize) as f32
     }
 
     /// Adds branches that share blocks to a forecast: one by one what is their own, and once what several have.

@@ -6,7 +6,6 @@
 
 use super::config::SchedulerConfig;
 use crate::geometry::Span;
-use crate::{Error, Result};
 
 /// Most layer groups: more than any model has, and few enough that a step's work per sequence is bounded.
 pub(super) const MAX_GROUPS: usize = 64;
@@ -59,21 +58,6 @@ impl SchedulerConfig {
         (!self.keeps_first()).then(|| columns.div_ceil(blocks.max(1)).clamp(1, MAX_HOMES_PER_BLOCK))
     }
 
-    /// Refuses what shares blocks between running sequences.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if there is anything but one full group.
-    pub(super) fn check_forks(&self) -> Result<()> {
-        if self.is_grouped() {
-            return Err(Error::invalid(format!(
-                "layer_groups has {} groups that are not one full one: forks, samples and beams share the blocks of one \
-                 full group only",
-                self.layer_groups.len()
-            )));
-        }
-        Ok(())
-    }
-
     /// Most tokens between the first that is not committed and the last that is planned, while a prompt is computed.
     fn prefill_ahead(&self) -> u32 {
         let chunk = if self.max_prefill_chunk == 0 { u32::MAX } else { self.max_prefill_chunk };
@@ -120,6 +104,11 @@ impl SchedulerConfig {
             }
         };
         self.layer_groups.iter().map(of).sum()
+    }
+
+    /// Blocks that a sequence has of further groups at most when its prompt is computed.
+    pub(super) fn rest_after(&self, prompt_tokens: u32) -> u32 {
+        self.rest_groups().iter().map(|&span| self.peak_blocks(span, prompt_tokens, 1)).sum()
     }
 
     /// Blocks of all groups when `num_tokens` tokens are computed one by one.

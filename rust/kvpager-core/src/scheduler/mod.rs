@@ -9,6 +9,7 @@
 
 mod admit;
 mod batch;
+mod beams;
 mod branch_promises;
 mod branch_sets;
 mod branches;
@@ -46,12 +47,15 @@ mod scopes;
 mod sequence;
 mod sessions;
 mod share;
+mod shared_groups;
+mod sliding;
 mod snapshot;
 mod special;
 mod swap;
 mod tails;
 mod tenant;
 mod urgent;
+mod waiting_sets;
 
 pub use batch::{Batch, BatchArrays, GroupArrays, NO_SLOT, PADDING_SEQUENCE};
 pub use commit::CommitOutcome;

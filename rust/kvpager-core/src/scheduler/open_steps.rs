@@ -5,6 +5,7 @@
 //! pool's quarantine for the newest open step, and table rows wait here.
 
 use super::core::Core;
+use super::fork::Copy;
 use crate::block_pool::StepEpoch;
 use crate::block_tables::BlockTables;
 use crate::ids::{SequenceId, StepId};
@@ -38,8 +39,8 @@ pub(super) struct OpenStep {
     pub(super) num_rows: usize,
     /// Sequences whose blocks it moves between the tiers.
     pub(super) moved: Vec<SequenceId>,
-    /// Sequences whose last block it copies.
-    pub(super) copied: Vec<SequenceId>,
+    /// Blocks that it copies.
+    pub(super) copies: Vec<Copy>,
 }
 
 impl Core {
@@ -134,7 +135,7 @@ impl Core {
     }
 
     /// Takes a step that did not happen out of its sequences, and the copies that it was to make.
-    pub(super) fn undo(&mut self, open: &OpenStep) {
+    pub(super) fn undo(&mut self, open: &mut OpenStep) -> Result<()> {
         for row in &open.rows {
             if let Some(position) = self.locate(row) {
                 let sequence = &mut self.running[position];
@@ -143,16 +144,7 @@ impl Core {
                 sequence.sampled_in = 0;
             }
         }
-        let block_size = self.config.block_size;
-        for &id in &open.copied {
-            // Whether the block was copied is not known: what it has is computed again.
-            if let Some(position) = self.position(id) {
-                let sequence = &mut self.running[position];
-                let kept = sequence.num_computed - sequence.num_computed % block_size;
-                self.recomputed_tokens += u64::from(sequence.num_computed - kept);
-                sequence.num_computed = kept;
-            }
-        }
+        self.undo_copies(std::mem::take(&mut open.copies))
     }
 }
 

@@ -45,7 +45,7 @@ impl Core {
         self.tables.append(sequence.row, to[0].id());
         note_found(sequence, gained);
         sequence.num_computed += gained;
-        self.copies.copy_pinned(sequence.id, source, to[0]);
+        self.copies.copy_pinned(sequence, source, to[0]);
         self.scratch.clear();
         self.scratch.extend(to);
         self.note_owner(sequence.request.tenant.account);

@@ -34,6 +34,7 @@ impl Core {
                 ended.append(&mut self.ended);
                 self.ended = ended;
                 self.cancel_moves()?;
+                self.cancel_copies()?;
                 return Err(error);
             }
         };
@@ -43,7 +44,7 @@ impl Core {
         rows.clear();
         let arrays = Arc::get_mut(&mut shared);
         let arrays = arrays.ok_or_else(|| Error::WrongState("batch memory is still lent out".to_owned()))?;
-        let copied = self.settle_copies(&mut arrays.block_copies)?;
+        let copies = self.settle_copies(&mut arrays.block_copies)?;
         let num_decodes = self.write(arrays, &mut rows);
         arrays.pad(pad_to, self.tables.padding_row());
         arrays.finished = ended;
@@ -59,7 +60,7 @@ impl Core {
             num_decodes,
             num_rows,
             moved,
-            copied,
+            copies,
         });
         if let Err(error) = decided {
             self.abandon(inbox, self.last_step, "planning failed", false)?;

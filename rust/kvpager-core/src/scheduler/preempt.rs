@@ -76,9 +76,9 @@ impl Core {
             let sequence = &self.running[position];
             let tenant = &sequence.request.tenant;
             let columns = self.config.blocks_for(end).saturating_sub(sequence.blocks.len() as u32);
-            // The copy of a shared last block needs one too.
+            // The copy of a shared last block needs one too, in each group.
             let copy = u32::from(sequence.shares_tail());
-            let missing = (columns * self.config.layer_groups.len() as u32 + copy).max(1);
+            let missing = ((columns + copy) * self.config.layer_groups.len() as u32).max(1);
             let asker = Asker {
                 id,
                 tenant: tenant.index,
@@ -301,8 +301,13 @@ impl Core {
         if !self.sets.is_branch(sequence.id) {
             return sequence.num_held();
         }
-        let blocks: HashSet<_, foldhash::fast::RandomState> =
-            self.running_set(sequence).flat_map(|branch| branch.blocks.iter().copied()).collect();
+        let mut blocks = HashSet::<_, foldhash::fast::RandomState>::default();
+        for branch in self.running_set(sequence) {
+            if branch.keeps_first() {
+                blocks.extend(branch.blocks.iter().copied());
+            }
+            blocks.extend(branch.layers.iter().flat_map(|layers| layers.blocks()));
+        }
         blocks.len()
     }
 

@@ -131,8 +131,12 @@ impl Core {
             }
         }
         promise.move_to(promise.num_blocks(), &mut sequence.reservation)?;
-        if let Some(new) = &mut new {
-            new.spare = own;
+        for block in own {
+            match &mut new {
+                Some(new) if self.pool.is_exclusive(block)? => new.spare.push(block),
+                // Other branches have it as well.
+                _ => self.pool.release(&[block])?,
+            }
         }
         sequence.blocks.extend_from_slice(&self.scratch);
         let end = self.scratch.len() as u32;
@@ -147,7 +151,7 @@ impl Core {
         }
         self.begin_rows(new.as_deref_mut(), row);
         self.running[position].layers = new;
-        self.slide(position)
+        self.slide(position, true)
     }
 
     /// Gives a sequence the blocks in `scratch` and the pin that holds them, instead of those it has.

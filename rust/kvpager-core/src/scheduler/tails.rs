@@ -6,6 +6,7 @@
 
 use super::core::Core;
 use super::group_blocks::{GroupBlock, LayerBlocks, NO_BLOCK, rest_tables};
+use super::samples;
 use super::sequence::Sequence;
 use crate::ids::BlockHandle;
 use std::ops::Range;
@@ -108,7 +109,9 @@ impl Core {
         }
         // No group has more than `submit` found room for; what is computed fits that.
         let end = known.min(self.promised_end(sequence) / self.config.block_size) as usize;
-        sequence.num_blocks_in(start..end.max(self.columns_written(sequence))) as u32
+        // What it is to split into must be there when its prompt is computed.
+        let samples = samples::extra_blocks(&self.config, &sequence.request, sequence.progress.prompt_tokens);
+        sequence.num_blocks_in(start..end.max(self.columns_written(sequence))) as u32 + samples
     }
 
     /// Gives a sequence that comes back the blocks in `scratch` for its tail, and fills its row.

@@ -35,6 +35,16 @@ pub fn host_tier() -> impl Strategy<Value = (Overflow, HostTierConfig)> {
     )
 }
 
+pub fn span() -> impl Strategy<Value = Span> {
+    prop_oneof![Just(Span::Full), (1..12u64).prop_map(Span::Sliding), (1..12u64).prop_map(Span::Chunked)]
+}
+
+/// One full group, or any: windows beside one that sees all tokens, or windows alone.
+pub fn any_groups() -> impl Strategy<Value = Box<[Span]>> {
+    prop_oneof![1 => Just(vec![Span::Full]), 2 => prop::collection::vec(span(), 1..4)]
+        .prop_map(Vec::into_boxed_slice)
+}
+
 /// Hash of a prefix, one token at a time.
 pub fn mix(prefix: u64, token: u32) -> u64 {
     let mixed = (prefix ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -229,8 +239,13 @@ impl Engine {
 
     pub fn submit_request(&self, request: Request) -> Result<SequenceId> {
         let prompt = request.prompt.clone();
+        let n = u64::from(request.n);
         let id = self.scheduler.submit(request)?;
-        self.prompts.lock().unwrap().insert(id.0, prompt);
+        let mut prompts = self.prompts.lock().unwrap();
+        (0..n).for_each(|branch| {
+            prompts.insert(id.0 + branch, prompt.clone());
+        });
+        drop(prompts);
         Ok(id)
     }
 
@@ -453,9 +468,26 @@ impl Engine {
         for &child in &forked {
             let output = self.outputs.get(&id).cloned().unwrap_or_default();
             self.outputs.insert(child, output);
+            let prompts = self.prompts.get_mut().unwrap();
+            if let Some(prompt) = prompts.get(&id.0).cloned() {
+                prompts.insert(child.0, prompt);
+            }
         }
         self.check();
         Ok(forked)
+    }
+
+    /// Re-orders beams; each has its parent's output then, with another last token.
+    pub fn reorder(&mut self, ids: &[SequenceId], parents: &[SequenceId], tokens: &[i32]) -> Result<()> {
+        self.scheduler.reorder(ids, parents, tokens)?;
+        let outputs: Vec<_> = parents.iter().map(|parent| self.outputs[parent].clone()).collect();
+        for ((id, mut output), &token) in ids.iter().zip(outputs).zip(tokens) {
+            *output.last_mut().unwrap() = token as u32;
+            self.outputs.insert(*id, output);
+            self.histories.remove(&id.0);
+        }
+        self.check();
+        Ok(())
     }
 
     /// A turn whose model crashes before it has moved or written anything.

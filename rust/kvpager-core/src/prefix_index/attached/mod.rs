@@ -162,7 +162,7 @@ impl State {
             self.shares.resize_with(index + 1, || None);
         }
         if self.shares[index].is_none() {
-            self.shares[index] = Some(self.pool.reserve(account, 0)?);
+            self.shares[index] = Some(self.pool.no_promise(account));
         }
         self.shares[index].as_mut().ok_or_else(|| Error::invalid("an account has no shares"))
     }

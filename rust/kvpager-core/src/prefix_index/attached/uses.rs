@@ -106,6 +106,21 @@ impl PrefixIndex {
         done
     }
 
+    /// Uses blocks that are in use once more, for a branch that shares them with who uses them.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if less is promised than there are blocks of its account; those before are used then.
+    pub(crate) fn use_again(&self, blocks: &[BlockHandle], promise: &mut Reservation) -> Result<()> {
+        let Some(attached) = self.attached.get() else { return Ok(()) };
+        for piece in blocks.chunks(MAX_PIECE) {
+            let mut state = attached.state();
+            for block in piece {
+                state.begin_use(block.id().0, promise)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Attaches a block that its sequence holds alone to the first group's block of the same positions, and goes on
     /// using it. False if one is there already; the block stays the sequence's then. What is public counts for matches
     /// when it is published. `first` is a block of `namespace`.
