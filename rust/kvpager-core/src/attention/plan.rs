@@ -204,8 +204,8 @@ pub(super) fn plan(checked: &Checked<'_>, threads: usize) -> Plan {
     let mut plan = Plan { jobs: vec![], partial_start: vec![], num_slots: 0, strip_partials: vec![] };
     for (index, strip) in checked.strips.iter().enumerate() {
         let state = strip.rows.len() * checked.group * value_dim;
-        let by_cost = (num_heads * target / cost(strip).max(1)).clamp(1, num_heads);
-        let heads = if target == usize::MAX { num_heads } else { by_cost };
+        let by_cost = num_heads.saturating_mul(target) / cost(strip).max(1);
+        let heads = by_cost.clamp(1, num_heads);
         let heads = heads.min((MAX_STATE / state).max(1));
         let pieces = if cost(strip) / num_heads > target { strip.num_pieces() } else { 1 };
         plan.add_jobs(index, strip, num_heads, heads, pieces, checked.cascades);

@@ -115,9 +115,10 @@ impl Sequence {
         }
     }
 
-    /// Tokens that are known, or will be when the open steps end, and are in no step.
+    /// Tokens that are known, or will be when the open steps end, and are in no step. Drafts that are in one may be
+    /// more than what will be known.
     pub(super) fn remaining(&self) -> u32 {
-        self.tokens.len() as u32 + self.num_pending - self.frontier()
+        (self.tokens.len() as u32 + self.num_pending).saturating_sub(self.frontier())
     }
 
     /// Position of the first token that is in no step.
