@@ -182,6 +182,10 @@ impl Queue {
         step: u64,
         is_guaranteed: impl Fn(&WaitingRequest) -> bool,
     ) -> Option<usize> {
+        if self.is_empty() {
+            // Most steps.
+            return None;
+        }
         let may_fit = |queue: &TenantQueue| {
             let is_unchanged = |(at, since)| at == self.changes[compartment] && step < since + RECHECK_STEPS;
             !queue.waiting.is_empty() && !queue.blocked_at.is_some_and(is_unchanged)
