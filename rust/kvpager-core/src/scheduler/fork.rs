@@ -358,6 +358,9 @@ impl Core {
 
     /// Hands the copies to the batch of the step that has just opened. What is copied is held until it closes.
     pub(super) fn settle_copies(&mut self, pairs: &mut Vec<[i32; 2]>) -> Result<Vec<Copy>> {
+        if self.copies.0.is_empty() {
+            return Ok(Vec::new());
+        }
         let pool = &self.pool;
         // Who was preempted since has no use for it.
         let gone = self.copies.0.extract_if(.., |copy| pool.num_references(copy.to).is_err());
