@@ -162,9 +162,7 @@ impl Core {
         let halted = self.halted.iter_mut().map(|halted| &mut halted.sequence);
         let mut all = self.running.iter_mut().chain(&mut self.parked).chain(halted);
         let Some(heir) = all.find(|sequence| sequence.id == id) else { return self.pool.release(&spare) };
-        if let Some(layers) = &mut heir.layers {
-            layers.spare.extend_from_slice(&spare);
-        }
+        heir.give_spare(spare);
         promise.move_to(promise.num_blocks(), &mut heir.reservation)
     }
 

@@ -198,7 +198,8 @@ impl Core {
         let sequence = &mut self.running[position];
         let part = need.min(sequence.reservation.num_blocks());
         let mut promise = sequence.reservation.split(part)?;
-        if !self.share_blocks(position, shared as usize, &mut promise)? {
+        let spare = sequence.take_spare(need - part);
+        if !self.share_blocks(position, shared as usize, &mut promise, spare.len())? {
             (pin, shared) = (None, 0);
         }
         let sequence = &self.running[position];
@@ -216,6 +217,7 @@ impl Core {
         child.num_indexed = num_indexed;
         child.num_shared = shared;
         child.layers = layers;
+        child.give_spare(spare);
         self.insert_running(Box::new(child));
         Ok(())
     }

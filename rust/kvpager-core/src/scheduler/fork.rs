@@ -140,7 +140,7 @@ impl Core {
         let mut promises: Vec<Reservation> = Vec::with_capacity(count as usize);
         for _ in 0..count {
             let mut promise = promised.split(each)?;
-            match self.share_blocks(position, shared, &mut promise) {
+            match self.share_blocks(position, shared, &mut promise, 0) {
                 Ok(_is_paid) => promises.push(promise),
                 Err(error) => {
                     for mut promise in promises {

@@ -106,11 +106,13 @@ impl Core {
             let sequence = &mut self.running[position];
             let part = growth.min(sequence.reservation.num_blocks());
             let mut promise = sequence.reservation.split(part)?;
-            if !self.share_blocks(position, shared, &mut promise)? {
+            let spare = sequence.take_spare(growth - part);
+            if !self.share_blocks(position, shared, &mut promise, spare.len())? {
                 (pin, shared) = (None, 0);
             }
             most_shared = most_shared.max(shared);
             let mut child = self.child_of(position, id, shared, pin, promise)?;
+            child.give_spare(spare);
             child.progress.queue_steps = queue_steps;
             child.progress.branch = i as u32;
             child.ending = child.push_token(token as u32);

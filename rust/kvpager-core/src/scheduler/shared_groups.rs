@@ -102,6 +102,13 @@ impl Sequence {
         let Some(layers) = &mut self.layers else { return Vec::new() };
         layers.spare.split_off(layers.spare.len().saturating_sub(count as usize))
     }
+
+    /// Gives it blocks that another one of its set took out of its own.
+    pub(super) fn give_spare(&mut self, blocks: Vec<BlockHandle>) {
+        if let Some(layers) = &mut self.layers {
+            layers.spare.extend(blocks);
+        }
+    }
 }
 
 /// References of sequences to blocks of their own in further groups, beyond one for each block.
@@ -116,18 +123,21 @@ pub(super) fn num_duplicates(set: &[&Sequence]) -> u32 {
 
 impl Core {
     /// Gives a branch references to the first `shared` columns of a sequence, with uses of what the index has of further
-    /// groups, paid from `promise`. False, and nothing has changed, if that is too little and no more is to be had.
+    /// groups. `promise` pays for those, and with `num_spare` blocks that the branch has to spare for the rest. False, and
+    /// nothing has changed, if that is too little and no more is to be had.
     pub(super) fn share_blocks(
         &self,
         position: usize,
         shared: usize,
         promise: &mut Reservation,
+        num_spare: usize,
     ) -> Result<bool> {
         let sequence = &self.running[position];
         let (own, used) = sequence.blocks_before(shared);
         if sequence.layers.is_some() {
             let paid = sequence.num_blocks_in(0..shared) - self.num_spared(shared);
-            let short = (paid as u32).saturating_sub(promise.num_blocks());
+            let promised = used.len().max(paid.saturating_sub(num_spare));
+            let short = (promised as u32).saturating_sub(promise.num_blocks());
             // What is promised already is there, also when the quota was lowered since.
             match if short > 0 { promise.grow(short) } else { Ok(()) } {
                 Ok(()) => {}
