@@ -8,7 +8,7 @@ use kvpager_core::scheduler::{AdmissionPolicy, FinishReason, Sharing, Tenant, Te
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
 use std::sync::Arc;
-use support::{Engine, config, prompt, tenant_config};
+use support::{Engine, config, expected_sample, prompt, request, tenant_config};
 
 fn policies() -> [AdmissionPolicy; 3] {
     ["reserve", "watermark", "forecast"].map(|name| AdmissionPolicy::from_name(name).expect("a policy"))
@@ -55,6 +55,32 @@ fn a_request_that_does_not_fit_beside_what_is_published_is_refused_with_the_numb
         engine.submit(&tenant, &prompt(2, 5), 36).expect("10 blocks of 10");
         engine.finish(200);
         engine.check_idle();
+    }
+}
+
+#[test]
+fn samples_of_a_prompt_that_is_published_as_a_whole_need_what_was_promised_to_them() {
+    let published = prompt(1, 16);
+    let shapes = policies().into_iter().flat_map(|policy| (2..5).map(move |n| (policy, n)));
+    for (policy, n) in shapes {
+        for (length, num_blocks) in
+            [4, 8, 12, 13].into_iter().flat_map(|length| (4..24).map(move |b| (length, b)))
+        {
+            let mut engine = engine(num_blocks, policy);
+            let system = system(&engine, num_blocks);
+            engine.submit(&system, &published, 1).expect("a publication");
+            engine.finish(30);
+            let guest = guest(&engine, "a", &system, num_blocks);
+            let mut wanted = request(&guest, &published[..length], 6);
+            wanted.n = n;
+            let Ok(first) = engine.submit_request(wanted) else { continue };
+            engine.finish(200);
+            for branch in 0..u64::from(n) {
+                let expected = expected_sample(&published[..length], 6, branch);
+                let case = format!("{policy:?}: {n} samples of {length} tokens in {num_blocks} blocks");
+                assert_eq!(engine.outputs[&SequenceId(first.0 + branch)], expected, "{case}");
+            }
+        }
     }
 }
 

@@ -51,6 +51,13 @@ impl ChainPin {
         Self { heads: Vec::new(), tail: Some(pin), last, key: None }
     }
 
+    /// One more pin of the same prefix: see [`Pin::again`].
+    pub(crate) fn again(&self) -> Result<Self> {
+        let heads = self.heads.iter().map(Pin::again).collect::<Result<_>>()?;
+        let tail = self.tail.as_ref().map(Pin::again).transpose()?;
+        Ok(Self { heads, tail, last: self.last, key: self.key })
+    }
+
     /// Blocks of the pinned prefix.
     #[must_use]
     pub fn num_blocks(&self) -> usize {

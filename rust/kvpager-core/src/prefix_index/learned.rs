@@ -68,6 +68,11 @@ pub(super) struct History {
 }
 
 impl History {
+    /// The same of a pin that has inserted nothing.
+    pub(super) const fn of_look(self) -> Self {
+        Self { is_request: false, ..self }
+    }
+
     /// The class of a node that ends at this depth.
     pub(super) fn class_at(&self, num_blocks: u32) -> u8 {
         if num_blocks <= self.num_shared { SHARED_CLASS } else { self.class }

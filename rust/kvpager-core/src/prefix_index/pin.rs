@@ -2,6 +2,7 @@
 
 use super::PrefixIndex;
 use super::learned::History;
+use crate::error::Result;
 use crate::ids::NamespaceId;
 use crate::sync::Ordering;
 use std::sync::Arc;
@@ -36,6 +37,24 @@ impl Pin {
         // Relaxed: whoever was told of a purge by `PrefixIndex::num_purges` sees it.
         let now = self.index.namespaces.get(self.namespace).map(|own| own.num_purges.load(Ordering::Relaxed));
         now.ok() != Some(self.num_purges)
+    }
+
+    /// One more pin of the same prefix. That costs no capacity, and finds it whatever was purged or inserted since.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if its namespace was given to another salt.
+    pub(super) fn again(&self) -> Result<Self> {
+        let namespace = self.index.namespaces.get(self.namespace)?;
+        self.index.hold((self.namespace, namespace), &namespace.read_tree(), self.node)?;
+        Ok(Self {
+            index: Arc::clone(&self.index),
+            namespace: self.namespace,
+            node: self.node,
+            num_blocks: self.num_blocks,
+            num_purges: self.num_purges,
+            is_own_node: false,
+            history: self.history.of_look(),
+        })
     }
 
     /// The namespace it was matched in.

@@ -77,7 +77,7 @@ impl Core {
 
     /// What one beam takes over from another.
     fn inheritance(&mut self, position: usize, parent: usize) -> Result<Inheritance> {
-        let pin = self.pin_again(parent)?;
+        let pin = self.running[parent].pin_again()?;
         let sequence = &self.running[parent];
         let num_computed = sequence.num_computed;
         let end = self.config.blocks_for(num_computed) as usize;

@@ -185,12 +185,7 @@ impl Core {
     /// Starts a branch, with those that it carries, from the first `shared` blocks of the sequence that carried it.
     fn begin_branch(&mut self, position: usize, branch: WaitingRequest, shared: u32) -> Result<()> {
         let carrier = self.running[position].id;
-        let (mut pin, mut shared) = match self.pin_again(position) {
-            Ok(pin) => (pin, shared),
-            // Its prefix was purged: the branch computes it by itself.
-            Err(Error::WrongState(_)) => (None, 0),
-            Err(error) => return Err(error),
-        };
+        let (mut pin, mut shared) = (self.running[position].pin_again()?, shared);
         let Some(row) = self.tables.take_row() else {
             return Err(Error::WrongState("a running place has no table row".to_owned()));
         };

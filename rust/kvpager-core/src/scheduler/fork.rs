@@ -9,7 +9,6 @@ use super::compartments::compartment_of;
 use super::core::{Core, Draw};
 use super::group_blocks::{GroupBlock, rest_tables};
 use super::inbox::Inbox;
-use super::scopes::{Reach, find};
 use super::sequence::Sequence;
 use super::waiting_sets::{Known, blocks_of_set, life_of};
 use crate::block_pool::Reservation;
@@ -66,8 +65,8 @@ impl Scheduler {
     /// blocks and its limits, and end by themselves. Between two steps only.
     ///
     /// # Errors
-    /// [`Error::WrongState`] if the sequence does not run, has ended, is in an open step, or if its prefix was
-    /// purged; [`Error::Refused`] if there are too few running places, the branches together could never fit, or the
+    /// [`Error::WrongState`] if the sequence does not run, has ended, or is in an open step;
+    /// [`Error::Refused`] if there are too few running places, the branches together could never fit, or the
     /// scheduler is being drained;
     /// [`Error::OutOfBlocks`] or [`Error::OverQuota`] if what the policy promises to them is not there. Nothing has
     /// changed then.
@@ -106,7 +105,7 @@ impl Core {
                 Err(short) => return Err(short),
             }
         };
-        let pins = (0..count).map(|_| self.pin_again(position)).collect::<Result<Vec<_>>>()?;
+        let pins = (0..count).map(|_| self.running[position].pin_again()).collect::<Result<Vec<_>>>()?;
         let mut copy = promised.split(copy)?;
         self.keep_within_limit(&tenant)?;
         let promises = self.share_with(position, shared as usize, promised, count)?;
@@ -227,20 +226,6 @@ impl Core {
             self.config.lifetime_blocks(sequence.progress.prompt_tokens, sequence.request.max_tokens)
         };
         total - self.num_spared(full as usize) as u32
-    }
-
-    /// One more pin of what a sequence has pinned.
-    pub(super) fn pin_again(&mut self, position: usize) -> Result<Option<ChainPin>> {
-        let sequence = &self.running[position];
-        let (Some(index), Some(_)) = (&self.index, &sequence.pin) else { return Ok(None) };
-        let indexed = sequence.num_indexed as usize;
-        let tokens = &sequence.tokens[..indexed * self.config.block_size as usize];
-        self.scratch.clear();
-        let again = find(index, &sequence.request, Reach::All, tokens, &mut self.scratch)?;
-        if again.is_none() || self.scratch[..] != sequence.blocks[..indexed] {
-            return Err(Error::WrongState(format!("the prefix of sequence {} was purged", sequence.id)));
-        }
-        Ok(again)
     }
 
     /// A sequence with the tokens and the first `shared` columns of another, which are shared with it, in a row of its own.

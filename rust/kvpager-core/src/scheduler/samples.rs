@@ -96,13 +96,7 @@ impl Core {
                 self.ended.push(request.of_sample(i as u32));
                 continue;
             }
-            let mut pin = None;
-            match self.pin_again(position) {
-                Ok(again) => pin = again,
-                // Its prefix was purged: it computes the prompt by itself.
-                Err(Error::WrongState(_)) => shared = 0,
-                Err(error) => return Err(error),
-            }
+            let mut pin = self.running[position].pin_again()?;
             let sequence = &mut self.running[position];
             let part = growth.min(sequence.reservation.num_blocks());
             let mut promise = sequence.reservation.split(part)?;

@@ -4,6 +4,7 @@ use super::group_blocks::LayerBlocks;
 use super::open_steps::PlannedRow;
 use super::request::{FinishReason, FinishedRequest, Progress, Request, WaitingRequest, account};
 use super::special::Special;
+use crate::Result;
 use crate::block_pool::Reservation;
 use crate::ids::{BlockHandle, SequenceId};
 use crate::prefix_index::ChainPin;
@@ -185,6 +186,11 @@ impl Sequence {
         self.in_flight -= planned.num_tokens;
         self.num_pending -= u32::from(planned.num_samples > 0);
         self.progress.steps += 1;
+    }
+
+    /// One more pin of what it has pinned.
+    pub(super) fn pin_again(&self) -> Result<Option<ChainPin>> {
+        self.pin.as_ref().map(ChainPin::again).transpose()
     }
 
     /// Whether a full block of it is not in the index, which it takes part in.
