@@ -149,8 +149,8 @@ impl SchedulerConfig {
         if self.urgent_preempts && !self.policy.overcommits() {
             problems.push("urgent_preempts is true and the policy reserve, which never preempts".to_owned());
         }
-        if self.max_bypass_seconds.is_nan() {
-            problems.push("max_bypass_seconds is NaN, must be a number".to_owned());
+        if self.max_bypass_seconds.is_nan() || self.max_bypass_seconds < 0.0 {
+            problems.push(format!("max_bypass_seconds is {}, must be at least 0", self.max_bypass_seconds));
         }
         problems.extend(self.host_tier.problems());
         if self.overflow == Overflow::Swap && self.host_tier.num_blocks == 0 {
