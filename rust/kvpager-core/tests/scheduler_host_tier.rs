@@ -2,6 +2,8 @@
 
 mod support;
 
+use kvpager_core::block_pool::Quota;
+use kvpager_core::geometry::Span;
 use kvpager_core::scheduler::{AdmissionPolicy, FinishReason, HostTierConfig, Overflow, SchedulerConfig};
 use support::{Engine, config, expected_output, prompt};
 
@@ -137,4 +139,24 @@ fn a_tenants_share_of_the_host_tier_is_its_share_of_the_device() {
     }
     assert!(engine.scheduler.stats().swapped_out_blocks > 0);
     assert!(ids.iter().all(|id| engine.outputs[id].len() == 24));
+}
+
+#[test]
+fn a_parked_request_that_a_lowered_quota_never_lets_back_ends_and_others_go_on() {
+    for groups in [&[Span::Full][..], &[Span::Sliding(6), Span::Full]] {
+        let mut engine =
+            Engine::new(24, SchedulerConfig { layer_groups: groups.into(), ..tiered(100) }, false);
+        let (a, b) = (engine.tenant("a"), engine.tenant("b"));
+        let ids: Vec<_> = (1..=6).map(|seed| engine.submit(&a, &prompt(seed, 6), 40).unwrap()).collect();
+        while engine.scheduler.stats().num_parked == 0 {
+            engine.turn();
+        }
+        assert!(engine.finished.is_empty());
+        engine.pool.set_quota(a.account, Quota { guaranteed: 0, limit: 2 }).unwrap();
+        let other = engine.submit(&b, &prompt(7, 6), 20).unwrap();
+        engine.finish(200);
+        assert!(ids.iter().all(|id| engine.finished[id].reason == FinishReason::Capacity));
+        assert_eq!(engine.outputs[&other], expected_output(&prompt(7, 6), 20, &[]));
+        engine.check_idle();
+    }
 }

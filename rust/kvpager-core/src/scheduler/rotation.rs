@@ -4,11 +4,14 @@
 //! * Others come back, oldest first, when there is room for them and a little more.
 //! * One whose pause has reached `max_token_gap` comes back at the cost of another. That draws on a token bucket of
 //!   seconds of copying; when it is empty, the pause goes on and progress wins.
+//! * One that its quota, as it is by now, will never let back ends with reason `capacity`.
 
 use super::compartments::{self, compartment_of, range_of};
 use super::core::Core;
 use super::preempt::{Asker, Room};
+use super::request::FinishReason;
 use super::scopes::TenantScope;
+use super::sequence::Sequence;
 use super::swap::MIN_TAIL_BLOCKS;
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -79,8 +82,8 @@ impl Core {
             if compartment_of(id) != compartment || !self.has_row(compartment) {
                 break;
             }
-            if self.has_moved(sequence) {
-                // This very step takes its tail out: it comes back in a later one.
+            if self.has_moved(sequence) || sequence.ending.is_some() {
+                // This very step takes its tail out, and it comes back in a later one; or it has ended.
                 position += 1;
                 continue;
             }
@@ -100,6 +103,13 @@ impl Core {
                     }
                 }
             }
+            // Before anybody gives something up for it.
+            let lacks_quota = matches!(short, Error::OverQuota { .. });
+            if (is_due || lacks_quota) && !self.can_ever_return(&self.parked[position])? {
+                self.parked[position].ending = Some(FinishReason::Capacity);
+                position += 1;
+                continue;
+            }
             if !self.kept.is_empty() {
                 let tenant = Arc::clone(&self.parked[position].request.tenant);
                 if self.release_kept(&tenant, &short)? {
@@ -113,6 +123,12 @@ impl Core {
             position += 1;
         }
         Ok(())
+    }
+
+    /// Whether a parked sequence could come back if nobody else had anything, as quotas are by now.
+    fn can_ever_return(&self, sequence: &Sequence) -> Result<bool> {
+        let need = sequence.num_held() as u32 + self.blocks_to_return(sequence);
+        Ok(need <= self.reach_of(sequence)?)
     }
 
     fn unpark(&mut self, position: usize) -> Result<Option<Error>> {
