@@ -160,3 +160,31 @@ fn a_parked_request_that_a_lowered_quota_never_lets_back_ends_and_others_go_on()
         engine.check_idle();
     }
 }
+
+#[test]
+fn a_parked_request_that_is_to_pause_with_all_others_comes_back_at_their_cost_and_others_go_on() {
+    for max_running in [8, 3] {
+        let mut engine = Engine::new(12, SchedulerConfig { max_running, ..tiered(64) }, false);
+        let requests = crowd(&mut engine);
+        let other = engine.tenant("b");
+        while engine.scheduler.stats().num_parked == 0 {
+            engine.turn();
+        }
+        for (id, _) in &requests {
+            assert!(engine.scheduler.pause(*id).unwrap());
+        }
+        let short = engine.submit(&other, &prompt(5, 8), 8).unwrap();
+        engine.finish(100);
+        let stats = engine.scheduler.stats();
+        assert_eq!((stats.num_paused, stats.num_parked), (4, 0), "{stats:?}");
+        assert_eq!(engine.outputs[&short], expected_output(&prompt(5, 8), 8, &[]));
+        for (id, _) in &requests {
+            assert!(engine.scheduler.resume(*id).unwrap());
+        }
+        engine.finish(600);
+        for (id, prompt) in &requests {
+            assert_eq!(engine.outputs[id], expected_output(prompt, 24, &[]));
+        }
+        engine.check_idle();
+    }
+}

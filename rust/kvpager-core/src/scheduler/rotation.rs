@@ -4,6 +4,7 @@
 //! * Others come back, oldest first, when there is room for them and a little more.
 //! * One whose pause has reached `max_token_gap` comes back at the cost of another. That draws on a token bucket of
 //!   seconds of copying; when it is empty, the pause goes on and progress wins.
+//! * Paused requests give their blocks before anybody is called.
 //! * One that its quota, as it is by now, will never let back ends with reason `capacity`.
 
 use super::compartments::{self, compartment_of, range_of};
@@ -116,6 +117,15 @@ impl Core {
                     continue;
                 }
             }
+            if !self.halted.is_empty() && self.take_from_paused(position, is_due, &short)? {
+                if self.open.is_empty() {
+                    continue;
+                }
+                // What it had comes free when the open steps have closed.
+                owed += if is_due { need } else { 0 };
+                position += 1;
+                continue;
+            }
             if is_due {
                 self.call(position, &short)?;
                 owed += need;
@@ -138,6 +148,16 @@ impl Core {
         let position = list.partition_point(|other| other.id < sequence.id);
         list.insert(position, sequence);
         Ok(short)
+    }
+
+    /// Makes a paused request give its blocks to a parked sequence. One that is itself to pause when it is back takes them
+    /// only when it is due: nobody else is admitted before. False if there is none, or none is needed.
+    fn take_from_paused(&mut self, position: usize, is_due: bool, short: &Error) -> Result<bool> {
+        let sequence = &self.parked[position];
+        let pauses = self.pausing.contains(&sequence.id);
+        let tenant = Arc::clone(&sequence.request.tenant);
+        let is_wanted = is_due || !pauses && self.may_be_enough(&tenant, short);
+        Ok(is_wanted && self.yield_room(&tenant, short)?)
     }
 
     /// Whether a sequence that is called now comes back just before its pause is too long: its blocks are free one
