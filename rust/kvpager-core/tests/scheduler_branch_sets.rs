@@ -233,6 +233,44 @@ fn a_set_is_paused_and_resumed_whole() {
     engine.check_idle();
 }
 
+#[test]
+fn a_paused_request_gives_its_place_to_a_set_that_has_enough_with_it() {
+    for pauses_late in [false, true] {
+        let mut engine = Engine::new(64, SchedulerConfig { max_running: 4, ..config(4) }, true);
+        let (a, b) = (engine.tenant("a"), engine.tenant("b"));
+        let slow = engine.submit(&a, &prompt(1, 3), 50).unwrap();
+        let long = engine.submit(&a, &prompt(2, 3), 10).unwrap();
+        engine.turn();
+        if !pauses_late {
+            assert!(engine.scheduler.pause(slow).unwrap());
+        }
+        let first = samples(&engine, &b, &prompt(3, 3), 4, 4);
+        engine.turn();
+        let behind = [&a, &b].map(|tenant| engine.submit(tenant, &prompt(4, 3), 4).unwrap());
+        while !engine.finished.contains_key(&long) {
+            assert_eq!(engine.scheduler.stats().num_forced_out, 0, "with it the set has still not enough");
+            engine.turn();
+        }
+        if pauses_late {
+            (0..10).for_each(|_| {
+                engine.turn();
+            });
+            assert!(engine.scheduler.pause(slow).unwrap());
+        }
+        for _ in 0..20 {
+            engine.turn();
+        }
+        for id in branches(first, 4).iter().chain(&behind) {
+            assert!(engine.finished.contains_key(id), "{id} waits for a paused one, late {pauses_late}");
+        }
+        assert_eq!(engine.scheduler.stats().num_forced_out, 1);
+        assert!(engine.scheduler.resume(slow).unwrap());
+        engine.finish(100);
+        assert_eq!(engine.outputs[&slow], expected_output(&prompt(1, 3), 50, &[]));
+        engine.check_idle();
+    }
+}
+
 /// Beam searches whose every step is a function of what they have, run beside each other; their outputs.
 fn searches(engine: &mut Engine, shapes: &[(u32, u32, u32)], max_turns: usize) -> Vec<Vec<u32>> {
     let tenant = engine.tenant("a");

@@ -30,6 +30,7 @@ impl Core {
         while self.has_place(compartment, *budget) {
             let Some(tenant) = self.next_tenant(compartment, step) else { break };
             let Some(head) = self.queue.head(tenant) else { break };
+            self.free_paused_places(tenant, head)?;
             let Err(short) = self.try_admit(tenant, head, inbox, budget)? else { continue };
             if self.end_if_hopeless(tenant, head, inbox)? || self.preempt_lower(tenant, head, &short)? {
                 continue;

@@ -6,6 +6,7 @@
 
 use super::compartments::compartment_of;
 use super::core::Core;
+use super::queue::Place;
 use super::request::WaitingRequest;
 use super::sequence::Sequence;
 use super::tenant::Tenant;
@@ -101,6 +102,8 @@ impl Core {
                 Some(_) if waiting.iter().any(|&other| self.sets.are_one(other, id)) => self.pausing.push(id),
                 Some(position) if self.running[position].ending.is_none() => {
                     let sequence = self.running.remove(position);
+                    // Whoever waits may have its place and its blocks now.
+                    self.queue.note_change(compartment_of(id));
                     self.halted.push(Halted { sequence, since_step: self.last_step.0 });
                 }
                 // When its tail is back from the host.
@@ -160,6 +163,38 @@ impl Core {
         let Some(last) = self.halted.iter().rposition(is_own) else { return Ok(()) };
         let has_next = self.next_tenant(compartment, self.last_step.0).is_some();
         if has_next && self.num_rows_left(compartment) == 0 {
+            self.force_out(last)?;
+        }
+        Ok(())
+    }
+
+    /// Takes as many places of paused requests as the head of a tenant's queue is short of, the youngest pause first;
+    /// none if the head would not have its places even with all of them. Those that open steps will give back count
+    /// as there.
+    pub(super) fn free_paused_places(&mut self, tenant: usize, head: Place) -> Result<()> {
+        if self.halted.is_empty() {
+            return Ok(());
+        }
+        let Some(waiting) = self.queue.get(tenant, head) else { return Ok(()) };
+        let (wanted, compartment) = (waiting.num_sequences() as usize, waiting.request.tenant.compartment);
+        if self.num_rows_left(compartment) >= wanted {
+            return Ok(());
+        }
+        let is_own = |halted: &Halted| compartment_of(halted.sequence.id) == compartment;
+        let places_of = |halted: &Halted| 1 + halted.sequence.num_unsplit() as usize;
+        let num_paused =
+            |core: &Self| core.halted.iter().filter(|halted| is_own(halted)).map(places_of).sum::<usize>();
+        let num_halted = self.halted.iter().filter(|halted| is_own(halted)).count();
+        let own = &self.compartments[compartment];
+        let most = own.bounds.max_running as usize;
+        let running = self.running_of(compartment).len() + self.parked_of(compartment).len();
+        let others = running + own.num_unforked as usize + num_halted - num_paused(self);
+        if others + wanted > most {
+            return Ok(());
+        }
+        while others + num_paused(self) + wanted > most
+            && let Some(last) = self.halted.iter().rposition(is_own)
+        {
             self.force_out(last)?;
         }
         Ok(())
