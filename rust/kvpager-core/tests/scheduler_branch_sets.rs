@@ -4,7 +4,7 @@ mod support;
 
 use kvpager_core::geometry::Span;
 use kvpager_core::scheduler::{
-    AdmissionPolicy, FinishReason, ForecastConfig, Request, SchedulerConfig, Tenant,
+    AdmissionPolicy, FinishReason, ForecastConfig, Request, Retention, SchedulerConfig, Tenant,
 };
 use kvpager_core::{Error, SequenceId};
 use proptest::prelude::*;
@@ -183,6 +183,35 @@ fn a_fork_whose_set_could_never_fit_is_refused() {
     engine.fork(parent, 1).unwrap();
     engine.finish(50);
     engine.check_idle();
+}
+
+#[test]
+fn a_fork_that_is_refused_lets_nothing_go_that_is_kept() {
+    // What is kept is of another prompt, or is held by the parent too and would not come free.
+    for (num_blocks, seed) in [(23, 2), (24, 1)] {
+        let mut engine = Engine::new(num_blocks, config(4), true);
+        let tenant = engine.tenant("a");
+        let retention = Some(Retention::default());
+        engine.submit_request(Request { retention, ..request(&tenant, &prompt(1, 16), 1) }).unwrap();
+        engine.finish(10);
+        let long = [&prompt(seed, 16)[..], &prompt(3, 24)].concat();
+        let parent = engine.submit(&tenant, &long, 20).unwrap();
+        while !engine.outputs.contains_key(&parent) {
+            engine.turn();
+        }
+        let stats = engine.scheduler.stats();
+        assert_eq!((stats.num_retained, stats.num_kept_blocks), (1, 4));
+        let before = engine.pool.stats();
+        // Two need 10 blocks: there are 4 and those 4, or 9.
+        let refused = engine.fork(parent, 2);
+        assert!(matches!(refused, Err(Error::OutOfBlocks { .. } | Error::OverQuota { .. })), "{refused:?}");
+        assert_eq!(engine.scheduler.stats().num_retained, 1);
+        assert_eq!(engine.pool.stats(), before);
+        // One needs 5.
+        engine.fork(parent, 1).unwrap();
+        assert_eq!(engine.scheduler.stats().num_retained, u64::from(seed == 1));
+        engine.finish(100);
+    }
 }
 
 #[test]

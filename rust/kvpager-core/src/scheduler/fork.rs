@@ -101,7 +101,8 @@ impl Core {
         let mut promised = loop {
             match self.pool.reserve(tenant.account, growth * count + copy) {
                 Ok(promised) => break promised,
-                Err(short) if self.release_kept(&tenant, &short)? => {}
+                Err(short)
+                    if self.kept_may_be_enough(&tenant, &short)? && self.release_kept(&tenant, &short)? => {}
                 Err(short) => return Err(short),
             }
         };

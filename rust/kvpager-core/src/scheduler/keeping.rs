@@ -11,6 +11,7 @@ use super::tenant::Tenant;
 use crate::ids::{AccountId, BlockHandle};
 use crate::prefix_index::{ChainPin, Pin};
 use crate::{Error, Result};
+use std::collections::HashSet;
 use std::sync::Arc;
 
 impl Core {
@@ -134,6 +135,29 @@ impl Core {
             most = most.max((above > 0).then_some((above, owner.index, owner.account)));
         }
         Ok(most.map(|(_, tenant, account)| (tenant, account)))
+    }
+
+    /// Whether all that is kept could be what a fork is short of, with what comes free when steps close. If not, it is
+    /// refused, and keeps what is kept as it is. What a sequence holds as well does not come free.
+    pub(super) fn kept_may_be_enough(&self, tenant: &Tenant, short: &Error) -> Result<bool> {
+        let Some((missing, own_only)) = missing_blocks(short) else { return Ok(true) };
+        let halted = self.halted.iter().map(|Halted { sequence, .. }| sequence);
+        let sequences = self.running.iter().chain(&self.parked).chain(halted);
+        let held: HashSet<BlockHandle> =
+            sequences.flat_map(|sequence| sequence.blocks.iter().copied()).collect();
+        let coming = self.compartments[tenant.compartment].coming.iter();
+        let coming = coming.filter(|coming| !own_only || coming.account == tenant.account);
+        let mut enough = coming.map(|coming| u64::from(coming.left)).sum::<u64>();
+        for (owner, num_blocks) in self.kept.owners_alone(|block| held.contains(block)) {
+            if owner.index == tenant.index {
+                enough += num_blocks;
+            } else if !own_only && owner.compartment == tenant.compartment {
+                // Nobody gives of what is guaranteed to it.
+                let account = self.pool.account_stats(owner.account)?;
+                enough += num_blocks.min(account.committed.saturating_sub(account.guaranteed));
+            }
+        }
+        Ok(missing <= enough)
     }
 
     /// Whether all that is kept and all that paused requests have could be what a waiting request is short of. If not,

@@ -10,6 +10,7 @@ use super::group_blocks::HeldGroups;
 use super::kept_paths::{Path, Paths};
 use super::retention::Retention;
 use super::tenant::Tenant;
+use crate::ids::BlockHandle;
 use crate::prefix_index::Pin;
 use hashbrown::HashMap;
 use std::collections::BTreeMap;
@@ -224,6 +225,19 @@ impl KeptPrefixes {
         while let Some(number) = self.deadlines.pop_passed(now) {
             self.release(number);
         }
+    }
+
+    /// The tenants that keep something, with what comes free of it if all goes: at most so many blocks of theirs that
+    /// nobody else holds.
+    pub(super) fn owners_alone(
+        &self,
+        is_held: impl Fn(&BlockHandle) -> bool,
+    ) -> impl Iterator<Item = (&Tenant, u64)> {
+        self.tenants.iter().filter_map(move |own| {
+            let (_, kept) = own.order.first_key_value()?;
+            let of_paths = if own.has_blocks { own.paths.num_blocks_alone(&is_held) } else { 0 };
+            Some((&*kept.owner, of_paths + own.num_group_blocks))
+        })
     }
 
     /// The tenants that keep something, with their blocks.

@@ -70,6 +70,17 @@ impl Paths {
         self.num_blocks
     }
 
+    /// Of those blocks, the ones that nobody else holds.
+    pub(super) fn num_blocks_alone(&self, is_held: impl Fn(&BlockHandle) -> bool) -> u64 {
+        let (mut num_blocks, mut before) = (0, None);
+        for (path, _) in &self.paths {
+            let common = before.map_or(0, |before| path.num_common(before));
+            num_blocks += path.0[common..].iter().filter(|block| !is_held(block)).count() as u64;
+            before = Some(path);
+        }
+        num_blocks
+    }
+
     pub(super) fn insert(&mut self, path: Path, number: u64) {
         let key = (path, number);
         self.num_blocks += self.num_alone(&key);
